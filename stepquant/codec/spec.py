@@ -1,0 +1,48 @@
+"""What codec a plan uses and the numeric constants of its codebooks (design 2.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+CodecKind = Literal["dual_axis", "rowwise", "nvfp4", "dsq", "damp", "float"]
+
+PIVOT = 16  # the entry of a precision map that marks an FP16 row
+MENU = (2, 3, 4, 5, 6, 8)  # integer precisions that the simulated codec takes
+PACKED_MENU = (2, 4, 6, 8)  # those that the packers and kernels take
+SCALE_MIN, SCALE_MAX = 2.0**-24, 65504.0  # FP16 clamp of every stored scale
+MAGNITUDE_FLOOR = 1e-20
+
+
+@dataclass(frozen=True)
+class CodecSpec:
+    """Settings of the spatial codec; one field to one behaviour.
+
+    Attributes:
+        kind: the codec of whole heads; ``dual_axis`` is the paper's, the others are its baselines.
+        codebook: ``head``: integers [-q_b, q_b] of a head with one precision, and for 2 bits the four levels
+            -3, -1, 1, 3 with one row factor per `group` value columns (GDN). ``shared``: z = 2^(8-b) q, so that
+            rows of different precision share one column vector (KDA, and row-wise maps anywhere).
+        refits: weighted least-squares refits of the column scales (design 2.2; 1 in the paper).
+        group: value columns that share a row factor in a four-level two-bit head.
+    """
+
+    kind: CodecKind = "dual_axis"
+    codebook: Literal["head", "shared"] = "head"
+    refits: int = 1
+    group: int = 32
+
+
+def levels(bits: int) -> int:
+    """q_b = 2^(b-1) - 1, the largest integer code (equation 3)."""
+    return 2 ** (bits - 1) - 1
+
+
+def max_code(bits: int, spec: CodecSpec) -> int:
+    """Largest stored magnitude in units of the code step: q_b, or 3 in the four-level two-bit codebook."""
+    return 3 if bits == 2 and spec.codebook == "head" else levels(bits)
+
+
+def code_step(bits: int, spec: CodecSpec) -> int:
+    """z = step * q: 1 in the ``head`` codebook, 2^(8-b) in the ``shared`` one."""
+    return 2 ** (8 - bits) if spec.codebook == "shared" else 1
