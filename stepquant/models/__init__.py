@@ -1,0 +1,1 @@
+"""Delta-rule checkpoints: families, loading, trace capture, calibration text, and the built-in tiny models."""
