@@ -58,6 +58,7 @@ class DeltaTrace:
 
 Observer = Callable[[int, DeltaTrace], None]
 Replacement = Callable[[int, DeltaTrace], "Tensor | tuple[Tensor, Tensor | None]"]
+Edit = Callable[[int, Tensor], Tensor]
 
 
 def find_delta_layers(model: nn.Module) -> list[nn.Module]:
@@ -110,8 +111,8 @@ def _make_trace(layer: int, name: str, call: dict[str, Any]) -> DeltaTrace:
 class _Interceptor:
     """State shared by the patched functions of one `capture_delta_rule`."""
 
-    def __init__(self, observer: Observer | None, replace: Replacement | None) -> None:
-        self.observer, self.replace = observer, replace
+    def __init__(self, observer: Observer | None, replace: Replacement | None, edit: Edit | None) -> None:
+        self.observer, self.replace, self.edit = observer, replace, edit
         self.stack: list[list[int]] = []  # [delta layer, calls seen] of the modules being run
 
     def enter(self, layer: int) -> None:
@@ -141,7 +142,8 @@ class _Interceptor:
                 self.observer(layer, trace)
             if self.replace is None:
                 del trace, call
-                return function(*args, **kwargs)
+                output = function(*args, **kwargs)
+                return output if self.edit is None else (self.edit(layer, output[0]), *output[1:])
             return _replaced(self.replace(layer, trace), trace)
 
         return intercepted
@@ -176,7 +178,7 @@ def _patch_targets(modules: list[nn.Module]) -> Iterator[tuple[ModuleType | nn.M
 
 @contextlib.contextmanager
 def capture_delta_rule(
-    model: Any, observer: Observer | None = None, replace: Replacement | None = None
+    model: Any, observer: Observer | None = None, replace: Replacement | None = None, edit: Edit | None = None
 ) -> Iterator[list[nn.Module]]:
     """Intercept the delta rule of every layer while the context is open.
 
@@ -186,6 +188,8 @@ def capture_delta_rule(
             they carry an autograd graph where gradients are enabled.
         replace: called as ``replace(layer, trace)`` instead of the native function; returns ``y [B, T, H, V]``, or
             ``(y, final_state)`` where the model keeps a cache. Differentiable replacements keep the graph.
+        edit: called as ``edit(layer, y)`` on the native function's output ``[B, T, H, V]``; what it returns goes on
+            into the layer. For gradients and noise at the heads' outputs.
 
     Yields:
         The delta-rule modules, in layer order.
@@ -195,7 +199,7 @@ def capture_delta_rule(
     """
     model = getattr(model, "model", model) if not isinstance(model, nn.Module) else model
     modules = find_delta_layers(model)
-    interceptor = _Interceptor(observer, replace)
+    interceptor = _Interceptor(observer, replace, edit)
     with contextlib.ExitStack() as stack:
         targets = list(_patch_targets(modules))
         if not targets:
