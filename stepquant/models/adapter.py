@@ -98,7 +98,7 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
 def load_model(
     path: str | Path,
     *,
-    device: str | torch.device = "cpu",
+    device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     device_map: str | Mapping[str, Any] | None = None,
     weights: str = "checkpoint",
@@ -110,7 +110,7 @@ def load_model(
 
     Args:
         path: checkpoint directory, ``builtin:tiny_gdn``, ``builtin:tiny_kda``, or a name in the Hugging Face cache.
-        device: where the model goes when there is no device map.
+        device: where the model goes when there is no device map; ``auto`` is a GPU where there is one.
         dtype: dtype of the weights (see `resolve_dtype`).
         device_map: ``auto`` or an explicit map, to spread the model over several devices (needs accelerate).
         weights: ``checkpoint``, or ``random:SEED`` to build from config.json alone and fill module by module.
@@ -150,6 +150,8 @@ def load_model(
 
 
 def _checked_device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         target = torch.device(device)
     except RuntimeError as error:

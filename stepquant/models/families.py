@@ -138,7 +138,7 @@ def geometry_from_config(config: Mapping[str, Any] | str | Path) -> Geometry:
         per_layer = 2 * int(text.get("num_key_value_heads", query_heads)) * head_dim
     return Geometry(
         family=family.family,
-        model_type=family.model_type,
+        model_type=family.text_type,
         layers=layers,
         num_heads=heads,
         num_key_heads=key_heads,

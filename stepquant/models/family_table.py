@@ -61,6 +61,11 @@ class ModelFamily:
         return f"transformers.models.{self.model_type}.modeling_{self.model_type}"
 
     @property
+    def text_type(self) -> str:
+        """transformers' ``model_type`` of the text model, whether it stands alone or in a multimodal one."""
+        return self.text_types[0] if self.text_types else self.model_type
+
+    @property
     def functions(self) -> tuple[str, str]:
         """Module-level (chunked, recurrent) delta-rule functions of the modelling file."""
         return GDN_FUNCTIONS if self.family == "gdn" else KDA_FUNCTIONS
