@@ -56,7 +56,7 @@ def hydra_command(
 def hydra_config_command(
     main: Callable[[DictConfig], int | None], name: str, root: str, argv: Sequence[str] | None = None
 ) -> int:
-    """Like `hydra_command` for a command with a configuration of its own, `conf/<root>.yaml`, given as it is composed."""
+    """Like `hydra_command` for a command with a configuration of its own, `conf/<root>.yaml`, given as composed."""
     return _run(main, lambda job: job.config, name, argv, root)
 
 
@@ -70,11 +70,10 @@ def compose_recipe(recipe: str | Path, overrides: Sequence[str] | Mapping[str, A
     Raises:
         RecipeError: naming what cannot be composed.
     """
-    given = (
-        [f"{k}={composing.literal(v)}" for k, v in overrides.items()] if isinstance(overrides, Mapping) else overrides
-    )
+    if isinstance(overrides, Mapping):
+        overrides = [f"{key}={composing.literal(value)}" for key, value in overrides.items()]
     with _configuration():
-        (job,) = composing.compose_jobs("config", [f"recipe={recipe}", *given], sweep=False)
+        (job,) = composing.compose_jobs("config", [f"recipe={recipe}", *overrides], sweep=False)
     return Recipe.from_config(job.config, explicit=job.explicit)
 
 

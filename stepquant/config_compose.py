@@ -118,7 +118,8 @@ def _store(name: str, path: Path) -> DictConfig:
 
 def _serve_paths(overrides: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, DictConfig]]]:
     """Replace ``recipe=./my.yaml`` by a name that the group serves; return the files by that name."""
-    result, files = [], {}
+    result: list[str] = []
+    files: dict[str, tuple[str, DictConfig]] = {}
     for text in overrides:
         key, equals, value = text.partition("=")
         if key == GROUP and equals:
@@ -240,14 +241,15 @@ def _explain(error: Exception, root: str, overrides: Sequence[str]) -> str:
     """Say in one line what Hydra refused, with the closest name that it would have taken."""
     message = str(error) + (f": {error.__cause__}" if error.__cause__ else "")
     if f"must specify '{GROUP}'" in message:
-        return f"recipe is not given; give recipe=NAME or recipe=/path/to/my.yaml, NAME one of {', '.join(_options(GROUP))}"
+        known = ", ".join(_options(GROUP))
+        return f"recipe is not given; give recipe=/path/to/my.yaml or recipe=NAME with NAME one of {known}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         options = _options(group) if group else []
         if options:
             return f"unknown {group} {name!r}{closest(name, options)}; expected one of {', '.join(options)}"
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    groups, known = _groups(root), _known_keys(root)
+    groups, keys = _groups(root), _known_keys(root)
     for text in overrides:
         override = _parse(parser, text)
         key = override.key_or_group
@@ -255,8 +257,8 @@ def _explain(error: Exception, root: str, overrides: Sequence[str]) -> str:
             return f"{text} gives several values; add -m to sweep over them, or write a list as {key}=[...]"
         if override.is_hydra_override() or override.is_add() or override.is_force_add():
             continue
-        if key not in groups and not rules.is_known(key, known):
-            return f"unknown key {key}{suggest(key, [*known, *groups])}; --cfg job prints the keys there are"
+        if key not in groups and not rules.is_known(key, keys):
+            return f"unknown key {key}{suggest(key, [*keys, *groups])}; --cfg job prints the keys there are"
     return _one_line(message)
 
 

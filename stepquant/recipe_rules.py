@@ -143,7 +143,7 @@ def check(recipe: Recipe) -> None:
         raise RecipeError("data.path is not set, but data.source is 'file'; give data.path=/path/to/text")
     if recipe.data.source == "builtin" and recipe.data.path is not None:
         raise RecipeError(
-            f"data.path is {recipe.data.path!r}, but data.source is 'builtin', which reads no file; set data.source=file"
+            f"data.path is {recipe.data.path!r}, but data.source=builtin reads no file; set data.source=file"
         )
 
 
@@ -208,7 +208,7 @@ def check_geometry(recipe: Recipe, found: Geometry) -> None:
     expected = recipe.model.expect_family
     if expected and found.family != expected:
         raise RecipeError(
-            f"model.expect_family is {expected!r}, but {recipe.model.path or 'the model'} ({found.model_type}) is of the "
+            f"model.expect_family is {expected!r}, but {recipe.model.path or 'the model'} ({found.model_type}) is of "
             f"family {found.family!r}; use a recipe for {found.family} models"
         )
     unit = recipe.unit(found.family)
@@ -228,7 +228,7 @@ def check_geometry(recipe: Recipe, found: Geometry) -> None:
         )
     if granularity > 1 and unit == "row" and recipe.solver in ("dp", "lagrangian"):
         raise RecipeError(
-            f"solver is {recipe.solver!r}, which cannot count rows in multiples of allocation.granularity={granularity}; "
+            f"solver is {recipe.solver!r}, which cannot keep to allocation.granularity={granularity}; "
             "use solver=ilp or solver=auto"
         )
     ranks = recipe.target.tensor_parallel
