@@ -21,9 +21,7 @@ def expand_gate(log_gate: Tensor, q: Tensor) -> Tensor:
     return log_gate.unsqueeze(-1) if log_gate.dim() == q.dim() - 1 else log_gate
 
 
-def step(
-    state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor]:
+def step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """One update and readout (equations 1 and 4).
 
     Args:
@@ -65,36 +63,44 @@ def transition_rows(k: Tensor, q: Tensor, log_gate: Tensor, beta: Tensor) -> Ten
     return expand_gate(log_gate, q).exp() * (q - (beta * (k * q).sum(-1)).unsqueeze(-1) * k)
 
 
+def decayed_overlap(x: Tensor, k: Tensor, gates: Tensor, diagonal: int) -> Tensor:
+    """`[..., C, C]` with entries x_i . exp(G_i - G_j) k_j for j - i <= diagonal, zero above.
+
+    Only differences G_i - G_j with j <= i are exponentiated, so that nothing overflows however small a gate is.
+
+    Args:
+        x, k: `[..., C, K]`; gates: cumulative log gates `[..., C, 1]` or `[..., C, K]`.
+        diagonal: 0 keeps j <= i, -1 keeps j < i.
+    """
+    size = k.shape[-2]
+    if gates.shape[-1] == 1:
+        keep = torch.ones(size, size, dtype=torch.bool, device=k.device).tril(diagonal)
+        return (x @ k.transpose(-1, -2)) * torch.where(keep, gates - gates.transpose(-1, -2), -torch.inf).exp()
+    rows = []
+    for i in range(size):  # a row at a time: [C, K] instead of [C, C, K]
+        decayed = k[..., : i + 1, :] * (gates[..., i : i + 1, :] - gates[..., : i + 1, :]).exp()
+        row = (decayed @ x[..., i, :].unsqueeze(-1)).squeeze(-1)[..., : i + 1 + diagonal]
+        rows.append(torch.nn.functional.pad(row, (0, size - row.shape[-1])))
+    return torch.stack(rows, -2)
+
+
 def chunk_factors(k: Tensor, log_gate: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Everything of a chunk of C tokens that does not depend on the state, so that all chunks are prepared at once.
+    """What of a chunk of C tokens does not depend on the state.
 
     With cumulative log gates G_i inside the chunk (all <= 0), the residuals solve the unit lower triangular system
 
         u_i + beta_i sum_{j<i} (k_i . exp(G_i - G_j) k_j) u_j = beta_i (v_i - (k_i exp(G_i))^T S_0).
-
-    Only differences G_i - G_j with j <= i are exponentiated, so that nothing overflows however small a gate is.
 
     Args:
         k: `[..., C, K]`; log_gate: `[..., C]` or `[..., C, K]`; beta: `[..., C]`.
 
     Returns:
         system `[..., C, C]` (unit lower triangular), reads `[..., C, K]` = k_i exp(G_i), and
-        writes `[..., C, K]` = k_i exp(G_C - G_i).
+        writes `[..., C, K]` = k_i exp(G_C - G_i), so that S_C = exp(G_C) S_0 + sum_i writes_i u_i^T.
     """
     gates = expand_gate(log_gate, k).cumsum(-2)
-    size = k.shape[-2]
-    strict = torch.ones(size, size, dtype=torch.bool, device=k.device).tril(-1)
-    if gates.shape[-1] == 1:
-        decay = torch.where(strict, gates - gates.transpose(-1, -2), -torch.inf).exp()
-        overlap = (k @ k.transpose(-1, -2)) * decay
-    else:
-        rows = []
-        for i in range(size):  # a row at a time: [C, K] instead of [C, C, K]
-            decayed = k[..., : i + 1, :] * (gates[..., i : i + 1, :] - gates[..., : i + 1, :]).exp()
-            row = (decayed * k[..., i : i + 1, :]).sum(-1)
-            rows.append(torch.nn.functional.pad(row[..., :i], (0, size - i)))
-        overlap = torch.stack(rows, -2)
-    system = overlap * beta.unsqueeze(-1) + torch.eye(size, dtype=k.dtype, device=k.device)
+    system = decayed_overlap(k, k, gates, -1) * beta.unsqueeze(-1)
+    system = system + torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
     return system, k * gates.exp(), k * (gates[..., -1:, :] - gates).exp()
 
 

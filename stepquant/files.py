@@ -1,0 +1,121 @@
+"""Atomic writing and bounded, strict reading of the files of an artifact or of the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from stepquant.errors import ArtifactError
+
+MAX_JSON_BYTES = 64 * 2**20  # far above any plan; a larger file is not one of ours
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path in the same directory and rename it to `path` when the block ends without an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    finally:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file atomically."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 text file atomically."""
+    write_bytes(path, text.encode())
+
+
+def dump_json(value: Any) -> str:
+    """The one JSON form of this project: sorted keys, two spaces, NaN refused, a newline at the end."""
+    return json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON atomically in `dump_json`'s form."""
+    write_text(path, dump_json(value))
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        ArtifactError: if the file is missing, too large, not UTF-8 JSON, or not an object.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise ArtifactError(f"{path}: {what} has {size} bytes; expected at most {MAX_JSON_BYTES}")
+        value = json.loads(path.read_bytes().decode())
+    except FileNotFoundError:
+        raise ArtifactError(f"{path}: {what} is missing; compile the plan again or check the directory") from None
+    except OSError as error:
+        raise ArtifactError(f"{path}: {what} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise ArtifactError(f"{path}: {what} is not valid JSON ({error}); compile the plan again") from None
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{path}: {what} holds a {type(value).__name__}; expected a JSON object")
+    return value
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file atomically; tensors are made contiguous and moved to the CPU."""
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
+    write_bytes(path, save(plain, metadata=dict(metadata) if metadata else None))
+
+
+def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
+    """Read every tensor of a safetensors file.
+
+    Raises:
+        ArtifactError: if the file is missing or is not a sound safetensors file.
+    """
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+    except FileNotFoundError:
+        raise ArtifactError(f"{path}: {what} is missing; compile the plan again or check the directory") from None
+    except (SafetensorError, OSError, ValueError, RuntimeError, OverflowError) as error:
+        raise ArtifactError(f"{path}: {what} is not a sound safetensors file ({error}); compile again") from None
+
+
+def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes, independent of the file they lie in."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        plain = tensor.detach().cpu().contiguous()
+        digest.update(f"{name}|{plain.dtype}|{tuple(plain.shape)}|".encode())
+        digest.update(plain.flatten().view(dtype=_byte_type()).numpy().tobytes() if plain.numel() else b"")
+    return digest.hexdigest()
+
+
+def hash_json(value: Any) -> str:
+    """SHA-256 of a JSON value in canonical form."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _byte_type() -> Any:
+    import torch
+
+    return torch.uint8

@@ -1,0 +1,77 @@
+"""The pipeline's cache: one directory a product, named by a hash of everything it was made from.
+
+    <cache.dir>/<pass>/<key>/tensors.safetensors, facts.json
+
+facts.json is written last, so that its presence marks a whole entry; a damaged entry is made again, never trusted.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from torch import Tensor
+
+from stepquant.errors import ArtifactError
+from stepquant.files import hash_tensors, read_json, read_tensors, write_json, write_tensors
+from stepquant.passes.protocol import Product
+
+FACTS, TENSORS = "facts.json", "tensors.safetensors"
+
+
+class Cache:
+    """Products on disk under `directory`; with `enabled=False` nothing is read or written but partial results."""
+
+    def __init__(self, directory: Path, enabled: bool = True) -> None:
+        self.directory, self.enabled = directory, enabled
+
+    def path(self, name: str, key: str) -> Path:
+        """Directory of one entry."""
+        return self.directory / name / key[:32]
+
+    def has(self, name: str, key: str) -> bool:
+        """Whether a whole entry exists (its content is checked when it is read)."""
+        return self.enabled and (self.path(name, key) / FACTS).is_file()
+
+    def load(self, name: str, key: str) -> Product | None:
+        """The stored product, or None if there is none or it is damaged (which deletes it)."""
+        if not self.has(name, key):
+            return None
+        path = self.path(name, key)
+        try:
+            facts = read_json(path / FACTS, f"cache entry {name}")
+            tensors = read_tensors(path / TENSORS, f"cache entry {name}")
+            if facts.get("key") != key or facts.get("sha256") != hash_tensors(tensors):
+                raise ArtifactError(f"{path}: cache entry {name} does not match its key or hash")
+            return Product(tensors, facts["facts"])
+        except (ArtifactError, KeyError):
+            shutil.rmtree(path, ignore_errors=True)
+            return None
+
+    def store(self, name: str, key: str, product: Product) -> None:
+        """Write a product; a whole entry appears or none."""
+        if not self.enabled:
+            return
+        path = self.path(name, key)
+        write_tensors(path / TENSORS, product.tensors)
+        write_json(path / FACTS, {"key": key, "sha256": hash_tensors(product.tensors), "facts": product.facts})
+
+    def load_partial(self, key: str) -> dict[str, Tensor] | None:
+        """Accumulators of an interrupted run of the model, or None."""
+        path = self.path("partial", key) / TENSORS
+        if not self.enabled or not path.is_file():
+            return None
+        try:
+            return read_tensors(path, "partial calibration")
+        except ArtifactError:
+            path.unlink(missing_ok=True)
+            return None
+
+    def store_partial(self, key: str, state: dict[str, Tensor]) -> None:
+        """Keep accumulators of a run in progress."""
+        if self.enabled:
+            write_tensors(self.path("partial", key) / TENSORS, state)
+
+    def drop_partial(self, key: str) -> None:
+        """Forget the accumulators of a run that is done."""
+        shutil.rmtree(self.path("partial", key), ignore_errors=True)

@@ -1,0 +1,103 @@
+"""Compile a recipe: check, run the passes, verify, write the artifact, show what came out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stepquant.artifact import read_tables, write_artifact
+from stepquant.errors import RecipeError
+from stepquant.files import write_json
+from stepquant.passes.context import Context
+from stepquant.passes.layout import make_plan
+from stepquant.passes.pipeline import Pipeline, passes_for
+from stepquant.passes.progress import Progress
+from stepquant.passes.targets import resolve_budget
+from stepquant.passes.verify import verify_plan
+from stepquant.plan import LayoutPlan, load_plan
+from stepquant.recipe import Recipe
+from stepquant.summary import dry_run_summary, plan_summary, print_summary
+
+
+@dataclass
+class Compiled:
+    """What a compile made.
+
+    Attributes:
+        plan: the plan, None after a dry run.
+        directory: the artifact, None after a dry run.
+        summary: what was printed, with the stable names of ``inspect --json``.
+        ran, reused: passes by name.
+        model_loaded: whether the model had to be loaded.
+    """
+
+    plan: LayoutPlan | None
+    directory: Path | None
+    summary: dict[str, Any]
+    ran: list[str] = field(default_factory=list)
+    reused: list[str] = field(default_factory=list)
+    model_loaded: bool = False
+
+
+def compile_recipe(recipe: Recipe, quiet: bool = False) -> Compiled:
+    """Run a recipe from checks to the artifact directory ``recipe.output``.
+
+    Raises:
+        StepQuantError: naming what cannot be done; nothing half-written is left behind.
+    """
+    progress = Progress(quiet)
+    base = load_plan(recipe.reuse) if recipe.reuse else None
+    context = _reused_context(recipe, base, progress) if base else Context.open(recipe, progress)
+    if recipe.dry_run:
+        return _dry_run(context, quiet)
+    given, base_key = read_tables(Path(str(recipe.reuse))) if recipe.reuse else ({}, None)
+    pipeline = Pipeline(context, given, base_key)
+    pipeline = resolve_budget(pipeline)
+    context = pipeline.context
+    pipeline.run()
+    plan = make_plan(context, pipeline, base)
+    verify_plan(context, plan)
+    directory = Path(str(recipe.output))
+    write_artifact(directory, plan, context.recipe, pipeline.artifact_products(), pipeline.base_key)
+    summary = plan_summary(plan)
+    result = Compiled(plan, directory, summary, progress.ran, progress.reused, context.model_loaded)
+    _report(result, recipe, quiet)
+    return result
+
+
+def _reused_context(recipe: Recipe, base: LayoutPlan, progress: Progress) -> Context:
+    """A context whose geometry is the artifact's: neither model nor text is read."""
+    if recipe.model.path is not None and recipe.model.geometry is None:
+        from stepquant.passes.context import find_geometry
+
+        found = find_geometry(recipe)
+        if found != base.geometry:
+            raise RecipeError(
+                f"reuse={recipe.reuse} was made for a {base.geometry.model_type} of {base.geometry.num_delta_layers} "
+                f"delta-rule layers, model.path={recipe.model.path} is a {found.model_type} of "
+                f"{found.num_delta_layers}; leave model.path out, or compile without reuse"
+            )
+    recipe.check_geometry(base.geometry)
+    from stepquant.passes.cache import Cache
+
+    return Context(recipe, base.geometry, Cache(Path(recipe.cache.dir).expanduser(), enabled=False), progress)
+
+
+def _dry_run(context: Context, quiet: bool) -> Compiled:
+    summary = dry_run_summary(context, [p.name for p in passes_for(context)])
+    if not quiet:
+        print_summary(summary)
+    if context.recipe.json:
+        write_json(Path(context.recipe.json), summary)
+    return Compiled(None, None, summary)
+
+
+def _report(result: Compiled, recipe: Recipe, quiet: bool) -> None:
+    if recipe.json:
+        write_json(Path(recipe.json), json.loads(json.dumps(result.summary)))
+    if not quiet:
+        print_summary(result.summary)
+        print(f"artifact: {result.directory}")
+        print(f"inspect:  python -m stepquant.inspect {result.directory}")

@@ -1,0 +1,192 @@
+"""The pipeline: one visible order of passes from recipe to plan, each product cached under what it was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from stepquant import __version__
+from stepquant.errors import RecipeError
+from stepquant.files import hash_json
+from stepquant.passes.allocation import Allocation
+from stepquant.passes.context import Context
+from stepquant.passes.distortion import Distortion, PivotDistortion
+from stepquant.passes.gate_statistics import GateStatistics
+from stepquant.passes.pivots import Pivots
+from stepquant.passes.protocol import ObserverPass, Pass, Product
+from stepquant.passes.row_impact import RowImpact
+from stepquant.passes.row_weights import RowWeights
+from stepquant.passes.sensitivity import Sensitivity
+from stepquant.passes.state_samples import StateSamples
+from stepquant.passes.synthetic import (
+    SyntheticDistortion,
+    SyntheticGates,
+    SyntheticImpact,
+    SyntheticPivotDistortion,
+    SyntheticSensitivity,
+    SyntheticTransition,
+)
+from stepquant.passes.trace import run_observers
+from stepquant.passes.transition import Transition
+
+AnyPass = Pass | ObserverPass
+
+# Watching one run of the model ...
+TRACED: tuple[AnyPass, ...] = (GateStatistics(), RowImpact(), Transition(), Sensitivity(), StateSamples())
+# ... or, with calibration=synthetic, made up.
+SYNTHETIC: tuple[AnyPass, ...] = (SyntheticGates(), SyntheticImpact(), SyntheticTransition(), SyntheticSensitivity())
+WEIGHTS: tuple[AnyPass, ...] = (RowWeights(),)
+TABLES: tuple[AnyPass, ...] = (Distortion(), Pivots(), PivotDistortion())
+SYNTHETIC_TABLES: tuple[AnyPass, ...] = (SyntheticDistortion(), Pivots(), SyntheticPivotDistortion())
+SOLVE: tuple[AnyPass, ...] = (Allocation(),)
+
+KEPT_IN_ARTIFACT = (
+    "gate_statistics", "row_impact", "transition", "sensitivity", "row_weights", "distortion", "pivots",
+    "pivot_distortion",
+)  # fmt: skip
+UNCACHED = {"allocation"}  # cheap, and their answer depends on everything
+
+
+def passes_for(context: Context) -> tuple[AnyPass, ...]:
+    """The passes of a recipe in their order."""
+    if context.recipe.calibration == "synthetic":
+        order = SYNTHETIC + WEIGHTS + SYNTHETIC_TABLES + SOLVE
+    else:
+        order = TRACED + WEIGHTS + TABLES + SOLVE
+    needless = _needless(context)
+    return tuple(p for p in order if p.wanted(context) and p.name not in needless)
+
+
+def _needless(context: Context) -> set[str]:
+    """Synthetic passes have no `wanted` of their own: what the recipe does not read is left out."""
+    temporal, needless = context.recipe.temporal, set()
+    if "transition" not in (temporal.weight, context.recipe.spatial.impact):
+        needless.add("transition")
+    if temporal.sensitivity == "none":
+        needless.add("sensitivity")
+    return needless
+
+
+@dataclass
+class Pipeline(Mapping[str, Product]):
+    """Products by name, loaded from the cache or made on first use.
+
+    Args:
+        context: what passes may ask for.
+        given: products of an artifact (``reuse``) with their keys; state samples are never among them.
+        base_key: what calibration products depend on; an artifact's own when it is reused.
+    """
+
+    context: Context
+    given: dict[str, tuple[str, Product]] = field(default_factory=dict)
+    base_key: dict[str, object] | None = None
+
+    def __post_init__(self) -> None:
+        self.passes = {p.name: p for p in passes_for(self.context)}
+        base = self.base_key if self.base_key is not None else self.context.calibration_key
+        self.base_key = base
+        self.keys: dict[str, str] = {}
+        for name, step in self.passes.items():
+            calibrates = isinstance(step, ObserverPass) or self.context.recipe.calibration == "synthetic"
+            self.keys[name] = hash_json({
+                "pass": name, "version": step.version, "stepquant": __version__,
+                "reads": self.context.recipe.select(*step.reads),
+                "needs": {need: self.keys[need] for need in step.needs if need in self.keys},
+                "base": base if calibrates else None,
+            })  # fmt: skip
+        self.made: dict[str, Product] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.passes)
+
+    def __len__(self) -> int:
+        return len(self.passes)
+
+    def __getitem__(self, name: str) -> Product:
+        if name not in self.made:
+            self.made[name] = self._find(name) or self._make(name)
+        return self.made[name]
+
+    def run(self) -> None:
+        """Run what is missing, in order; products that only missing passes would read are not touched."""
+        needed = self._missing()
+        for name in self.passes:
+            if name in needed:
+                self[name]
+            elif name not in self.made and (name in self.given or self.context.cache.has(name, self.keys[name])):
+                self.context.progress.reuse(name)
+
+    def _missing(self) -> set[str]:
+        """Passes that must run: the solver, and backwards whatever a missing pass needs and is not there."""
+        missing: set[str] = set()
+        wanted = {*UNCACHED, *KEPT_IN_ARTIFACT} & set(self.passes)
+        for name in reversed(list(self.passes)):
+            if name in wanted and not self._available(name):
+                missing.add(name)
+                wanted |= set(self.passes[name].needs) & set(self.passes)
+        return missing
+
+    def _available(self, name: str) -> bool:
+        if name in self.given and self.given[name][0] == self.keys[name]:
+            return True
+        return name not in UNCACHED and self.context.cache.has(name, self.keys[name])
+
+    def _find(self, name: str) -> Product | None:
+        if name in self.given and self.given[name][0] == self.keys[name]:
+            return self.given[name][1]
+        return None if name in UNCACHED else self.context.cache.load(name, self.keys[name])
+
+    def _make(self, name: str) -> Product:
+        step = self.passes[name]
+        if isinstance(step, ObserverPass):
+            return self._trace(name)
+        for need in step.needs:  # in order, and outside this pass's own time
+            if need in self.passes and need not in self.made and not self._available(need):
+                self[need]
+        with self.context.progress.step(name):
+            product = step.run(self.context, self)
+        if name not in UNCACHED:
+            self.context.cache.store(name, self.keys[name], product)
+        return product
+
+    def _trace(self, name: str) -> Product:
+        """One run of the model makes every observer's missing product."""
+        if self.given:
+            raise RecipeError(
+                f"reuse={self.context.recipe.reuse} holds no {name.replace('_', ' ')} for these settings and no state "
+                "samples; change only the budget, the solver or pivots of heads, or compile without reuse"
+            )
+        missing = [
+            p for p in self.passes.values()
+            if isinstance(p, ObserverPass) and p.name not in self.made and not self._available(p.name)
+        ]  # fmt: skip
+        key = hash_json([self.keys[p.name] for p in missing])
+        with self.context.progress.step(f"trace ({', '.join(p.name for p in missing)})"):
+            products = run_observers(self.context, missing, key)
+        for made, product in products.items():
+            self.context.cache.store(made, self.keys[made], product)
+            self.made[made] = product
+        self.context.cache.drop_partial(key)
+        return self.made[name]
+
+    def artifact_products(self) -> dict[str, tuple[str, Product]]:
+        """What goes into tables.safetensors: statistics and distortions with their keys, no state samples."""
+        return {name: (self.keys[name], self[name]) for name in KEPT_IN_ARTIFACT if name in self.passes}
+
+
+def provenance(context: Context) -> dict[str, Any]:
+    """Versions and text that a plan was made with; no path, no user name."""
+    import platform
+
+    import torch
+
+    found: dict[str, Any] = {
+        "stepquant": __version__, "torch": torch.__version__, "python": platform.python_version(),
+        "calibration": context.recipe.calibration, "model_type": context.geometry.model_type,
+    }  # fmt: skip
+    if context.recipe.calibration == "trace":
+        found["data"] = {"source": context.data.source, "fingerprint": context.data.fingerprint,
+                         "segments": list(context.data.segments.shape)}  # fmt: skip
+        found["weights"] = context.recipe.model.weights
+    return found

@@ -1,0 +1,221 @@
+"""LayoutPlan: what the solver decided, and its file format (plan.json beside plan.safetensors, no pickle).
+
+Loading is strict: an unknown schema version, a missing or extra tensor, a wrong shape or dtype, a precision outside
+the menu, a permutation that is not one, or a hash that does not match is refused by name. Nothing in an artifact is
+ever executed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from stepquant.codec.spec import MENU, PIVOT, CodecKind, CodecSpec
+from stepquant.errors import ArtifactError, StepQuantError
+from stepquant.files import hash_tensors, read_json, read_tensors, write_json, write_tensors
+from stepquant.geometry import Geometry
+
+SCHEMA_VERSION = 1
+PLAN_JSON, PLAN_TENSORS = "plan.json", "plan.safetensors"
+WINDOW_LENGTHS = (1, 2, 4, 8, 16)
+WindowDtype = Literal["fp16", "bf16", "int8", "fp32"]
+GRANULARITIES = (1, 8, 16)
+
+
+@dataclass(frozen=True)
+class WindowSpec:
+    """Write window: pending tokens kept exactly between two writebacks (1 = the paper), and their buffer dtype."""
+
+    length: int = 1
+    dtype: WindowDtype = "fp16"
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """A solved mixed-precision layout of a model's recurrent state.
+
+    Attributes:
+        name: recipe name.
+        geometry: shapes of the model it was made for.
+        codec: spatial codec settings.
+        bits: uint8 `[L, H, K]`, precision of every key row; 16 marks an FP16 pivot.
+        w: float32 `[L, H, K]`, row weights of the fit, geometric mean 1 in a head.
+        permutation: int16 `[L, H, K]`, storage position -> key row, equal precisions contiguous.
+        granularity: rows per precision come in multiples of this in every head.
+        window: write window.
+        fingerprint: of the checkpoint's tensors, or `synthetic`.
+        weight_format: of the checkpoint (`bfloat16`, `awq`, ...); a plan belongs to it.
+        synthetic: made from seeded synthetic statistics or random weights; never for serving real traffic.
+        budget: what was asked and what the solver used: integers and floats by name.
+        predicted: predicted distortion and solver figures by name.
+        settings: the recipe's keys that shaped the plan, without paths.
+        provenance: versions and data fingerprint.
+    """
+
+    name: str
+    geometry: Geometry
+    codec: CodecSpec
+    bits: Tensor
+    w: Tensor
+    permutation: Tensor
+    granularity: int = 1
+    window: WindowSpec = field(default_factory=WindowSpec)
+    fingerprint: str = "synthetic"
+    weight_format: str = "unknown"
+    synthetic: bool = False
+    budget: dict[str, Any] = field(default_factory=dict)
+    predicted: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of plan.safetensors by name."""
+        return {"bits": self.bits, "w": self.w, "permutation": self.permutation}
+
+    @property
+    def hash(self) -> str:
+        """Identity of the plan's content: geometry, codec, window and tensors (not provenance)."""
+        head = {
+            "geometry": self.geometry.to_json(),
+            "codec": asdict(self.codec),
+            "window": asdict(self.window),
+            "granularity": self.granularity,
+        }
+        return hash_tensors({**self.tensors, repr(sorted(head.items())): torch.zeros(0)})
+
+    def verify(self, where: str = "plan") -> None:
+        """Check every invariant; called on the way in and on the way out.
+
+        Raises:
+            ArtifactError: naming the field, the value found and what was expected.
+        """
+        shape = (self.geometry.num_delta_layers, self.geometry.num_heads, self.geometry.key_dim)
+        _check_tensor(where, "bits", self.bits, torch.uint8, shape)
+        _check_tensor(where, "w", self.w, torch.float32, shape)
+        _check_tensor(where, "permutation", self.permutation, torch.int16, shape)
+        menu = set(MENU) | {PIVOT} if self.codec.kind != "float" else {PIVOT, 32}
+        found = set(self.bits.unique().tolist())
+        if found - menu:
+            raise ArtifactError(f"{where}: bits holds {sorted(found - menu)}; expected only {sorted(menu)}")
+        if not bool((torch.isfinite(self.w) & (self.w > 0)).all()):
+            raise ArtifactError(f"{where}: w holds values that are not finite and positive; expected row weights > 0")
+        rows = torch.arange(shape[-1], dtype=torch.int16)
+        if not bool((self.permutation.sort(-1).values == rows).all()):
+            raise ArtifactError(f"{where}: permutation of some head is not a permutation of 0..{shape[-1] - 1}")
+        if self.codec.codebook == "head" and not bool((self.bits == self.bits[..., :1]).all()):
+            raise ArtifactError(f"{where}: codec.codebook is 'head' but a head mixes precisions; expected one a head")
+        if self.window.length not in WINDOW_LENGTHS:
+            raise ArtifactError(f"{where}: window.length is {self.window.length}; expected one of {WINDOW_LENGTHS}")
+        if self.window.dtype not in get_args(WindowDtype):
+            raise ArtifactError(f"{where}: window.dtype is {self.window.dtype!r}; expected {get_args(WindowDtype)}")
+        if self.granularity not in GRANULARITIES:
+            raise ArtifactError(f"{where}: granularity is {self.granularity}; expected one of {GRANULARITIES}")
+        if self.codec.kind not in get_args(CodecKind):
+            raise ArtifactError(f"{where}: codec.kind is {self.codec.kind!r}; expected one of {get_args(CodecKind)}")
+
+    def save(self, directory: Path) -> None:
+        """Write plan.safetensors, then plan.json, each atomically; plan.json carries the tensors' hash."""
+        self.verify()
+        write_tensors(directory / PLAN_TENSORS, self.tensors)
+        write_json(directory / PLAN_JSON, self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of plan.json."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "name": self.name,
+            "geometry": self.geometry.to_json(),
+            "codec": asdict(self.codec),
+            "window": asdict(self.window),
+            "granularity": self.granularity,
+            "fingerprint": self.fingerprint,
+            "weight_format": self.weight_format,
+            "synthetic": self.synthetic,
+            "budget": self.budget,
+            "predicted": self.predicted,
+            "settings": self.settings,
+            "provenance": self.provenance,
+            "tensors_sha256": hash_tensors(self.tensors),
+            "plan_sha256": self.hash,
+        }
+
+
+_KEYS = {
+    "schema_version": int, "name": str, "geometry": dict, "codec": dict, "window": dict, "granularity": int,
+    "fingerprint": str, "weight_format": str, "synthetic": bool, "budget": dict, "predicted": dict,
+    "settings": dict, "provenance": dict, "tensors_sha256": str, "plan_sha256": str,
+}  # fmt: skip
+
+
+def load_plan(directory: str | Path) -> LayoutPlan:
+    """Read and verify the plan of an artifact directory.
+
+    Raises:
+        ArtifactError: naming the file, the field, the value found and what was expected.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ArtifactError(f"{directory}: no such artifact directory; compile one with python -m stepquant.compile")
+    path = directory / PLAN_JSON
+    data = read_json(path, "the plan")
+    version = data.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise ArtifactError(
+            f"{path}: schema_version is {version!r}; this stepquant reads {SCHEMA_VERSION}; compile the plan again"
+        )
+    for key, kind in _KEYS.items():
+        if key not in data:
+            raise ArtifactError(f"{path}: {key} is missing; expected a {kind.__name__}")
+        if not isinstance(data[key], kind) or (kind is int and isinstance(data[key], bool)):
+            raise ArtifactError(f"{path}: {key} is a {type(data[key]).__name__}; expected a {kind.__name__}")
+    unknown = sorted(set(data) - set(_KEYS))
+    if unknown:
+        raise ArtifactError(f"{path}: unknown keys {unknown}; expected {sorted(_KEYS)}")
+    tensors = read_tensors(directory / PLAN_TENSORS, "the plan's tensors")
+    expected = {"bits", "w", "permutation"}
+    if set(tensors) != expected:
+        raise ArtifactError(f"{directory / PLAN_TENSORS}: tensors {sorted(tensors)}; expected {sorted(expected)}")
+    if hash_tensors(tensors) != data["tensors_sha256"]:
+        raise ArtifactError(f"{directory / PLAN_TENSORS}: tensors do not match tensors_sha256 of {PLAN_JSON}")
+    try:
+        plan = LayoutPlan(
+            name=data["name"],
+            geometry=Geometry.from_json(data["geometry"]),
+            codec=_dataclass(CodecSpec, data["codec"], "codec"),
+            window=_dataclass(WindowSpec, data["window"], "window"),
+            **{key: data[key] for key in ("granularity", "fingerprint", "weight_format", "synthetic", "budget",
+                                          "predicted", "settings", "provenance")},  # fmt: skip
+            **tensors,
+        )
+    except StepQuantError as error:
+        raise ArtifactError(f"{path}: {error}") from None
+    plan.verify(str(path))
+    if plan.hash != data["plan_sha256"]:
+        raise ArtifactError(f"{path}: plan_sha256 does not match the plan's content; it was edited: compile it again")
+    return plan
+
+
+def _dataclass(kind: type, data: dict[str, Any], where: str) -> Any:
+    fields = kind.__dataclass_fields__
+    if set(data) != set(fields):
+        raise ArtifactError(f"{where} has keys {sorted(data)}; expected {sorted(fields)}")
+    for name, value in data.items():
+        default = fields[name].default
+        if type(value) is not type(default) or (isinstance(value, int) and not 0 <= value < 1024):
+            raise ArtifactError(f"{where}.{name} is {value!r}; expected something like {default!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ArtifactError(f"{where}.{name} is {value!r}; expected a finite number")
+    return kind(**data)
+
+
+def _check_tensor(where: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        raise ArtifactError(
+            f"{where}: {name} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} {list(shape)} from the geometry"
+        )
