@@ -1,0 +1,93 @@
+"""Pages round-trip bit for bit to what the simulated codec gives, whatever the map, shape and granularity."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepquant.codec.dual_axis import DualAxisCodec
+from stepquant.codec.packed import PackedCodec, merge_columns, split_columns
+from stepquant.codec.spec import CodecSpec
+from stepquant.layout import PageLayout, StateShape
+
+SHAPES = [(16, 32), (32, 64), (96, 192), (32, 48), (64, 16)]
+
+
+def states(rng: np.random.Generator, batch: int, heads: int, key_dim: int, value_dim: int) -> torch.Tensor:
+    """States with rows, columns and heads of very different size, some exactly zero."""
+    x = rng.standard_normal((batch, heads, key_dim, value_dim))
+    x *= np.exp(rng.normal(0, 1.5, (1, heads, key_dim, 1)) + rng.normal(0, 1, (1, heads, 1, value_dim)))
+    x[:, :, 3] = 0
+    x[0, :, :, 5] = 0
+    return torch.from_numpy(0.03 * x).float()
+
+
+def check(bits: np.ndarray, spec: CodecSpec, granularity: int, value_dim: int, rng: np.random.Generator) -> None:
+    _, heads, key_dim = bits.shape
+    layout = PageLayout(StateShape(heads, key_dim, value_dim), bits, spec.codebook, granularity, spec.group)
+    w = torch.from_numpy(np.exp(rng.normal(0, 0.3, (heads, key_dim)))).float()
+    for layer in range(len(bits)):
+        packed = PackedCodec(layout, layer, w, spec)
+        x = states(rng, 2, heads, key_dim, value_dim)
+        pages = packed.pack(x)
+        assert pages.shape == (2, layout.layer_bytes[layer])
+        assert pages.dtype == torch.uint8
+        simulated = DualAxisCodec(torch.from_numpy(bits[layer]), w, spec, value_dim).roundtrip(x)
+        assert torch.equal(packed.unpack(pages), simulated)
+        assert torch.equal(packed.pack_codes(packed.unpack_codes(pages)), pages)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.integers(0, 2**31), st.sampled_from(SHAPES), st.sampled_from([1, 2, 4, 8, 16]),
+    st.lists(st.sampled_from([2, 4, 6, 8, 16]), min_size=1, max_size=5, unique=True), st.integers(0, 2),
+)  # fmt: skip
+def test_shared_codebook(seed: int, shape: tuple[int, int], granularity: int, menu: list[int], refits: int) -> None:
+    rng = np.random.default_rng(seed)
+    bits = rng.choice(np.array(menu, np.uint8), (2, 3, shape[0]))
+    check(bits, CodecSpec(codebook="shared", refits=refits), granularity, shape[1], rng)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.integers(0, 2**31), st.sampled_from(SHAPES), st.sampled_from([8, 16]),
+    st.lists(st.sampled_from([2, 4, 6, 8, 16]), min_size=1, max_size=5, unique=True),
+)  # fmt: skip
+def test_head_codebook(seed: int, shape: tuple[int, int], granularity: int, menu: list[int]) -> None:
+    rng = np.random.default_rng(seed)
+    bits = np.repeat(rng.choice(np.array(menu, np.uint8), (1, 4, 1)), shape[0], -1)
+    check(bits, CodecSpec(codebook="head", group=16), granularity, shape[1], rng)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("word", [1, 2, 4])
+def test_planes_invert(width: int, word: int) -> None:
+    fields = torch.randint(0, 2**width, (3, 32, 48), dtype=torch.uint8)
+    plane = merge_columns(fields, width, word)
+    assert plane.shape == (3, 32 * 48 * width // 8)
+    assert torch.equal(split_columns(plane, width, word, 32), fields)
+
+
+def test_words_lie_as_documented() -> None:
+    nibbles = torch.randint(0, 16, (16, 32), dtype=torch.uint8)
+    plane = merge_columns(nibbles, 4, 4).view(4, 16, 4)
+    assert plane[2, 5, 3] == nibbles[11, 5] | nibbles[11, 21] << 4
+    crumbs = torch.randint(0, 4, (16, 32), dtype=torch.uint8)
+    plane = merge_columns(crumbs, 2, 4).view(2, 16, 4)
+    expected = crumbs[9, 7] | crumbs[9, 23] << 2 | crumbs[13, 7] << 4 | crumbs[13, 23] << 6
+    assert plane[1, 7, 1] == expected
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_pages_are_the_same_on_the_gpu() -> None:
+    rng = np.random.default_rng(3)
+    bits = rng.choice(np.array([4, 6, 8, 16], np.uint8), (1, 4, 32))
+    layout = PageLayout(StateShape(4, 32, 64), bits, "shared")
+    w, x = torch.ones(4, 32), states(rng, 2, 4, 32, 64)
+    spec = CodecSpec(codebook="shared", refits=0)  # no sums, whose order differs between devices
+    cpu, gpu = PackedCodec(layout, 0, w, spec), PackedCodec(layout, 0, w.cuda(), spec)
+    pages = cpu.pack(x)
+    assert torch.equal(gpu.unpack(pages.cuda()).cpu(), cpu.unpack(pages))
