@@ -18,6 +18,7 @@ from stepquant.models.checkpoint import read_config, resolve_checkpoint, weight_
 from stepquant.models.families import check_transformers, find_family, geometry_from_config
 from stepquant.models.family_table import ModelFamily
 from stepquant.models.fingerprint import fingerprint
+from stepquant.models.random_weights import build_random, quiet_transformers
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
@@ -127,15 +128,13 @@ def load_model(
     family, geometry = find_family(config), geometry_from_config(config)
     if not trust_remote_code:
         check_transformers(family)
-    target = _checked_device(device)
+    target = checked_device(device)
     torch_dtype = resolve_dtype(dtype, target)
     if seed is None:
         model = _from_pretrained(
             directory, family, target, torch_dtype, device_map, trust_remote_code, attn_implementation
         )
     else:
-        from stepquant.models.random_weights import build_random
-
         model = build_random(
             directory, family, seed, target, torch_dtype, device_map=device_map, attn_implementation=attn_implementation
         )
@@ -149,7 +148,7 @@ def load_model(
     )  # fmt: skip
 
 
-def _checked_device(device: str | torch.device) -> torch.device:
+def checked_device(device: str | torch.device) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -159,13 +158,6 @@ def _checked_device(device: str | torch.device) -> torch.device:
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"model.device is {str(target)!r} but torch sees no CUDA device; use model.device=cpu")
     return target
-
-
-def auto_class(family: ModelFamily) -> Any:
-    """transformers' auto class that builds the family's language model (imports transformers)."""
-    import transformers
-
-    return getattr(transformers, family.auto_class)
 
 
 def _from_pretrained(
@@ -183,7 +175,8 @@ def _from_pretrained(
     if device_map is not None:
         options["device_map"] = device_map
     try:
-        model, info = auto_class(family).from_pretrained(str(directory), **options)
+        with quiet_transformers():
+            model, info = family.load_auto_class().from_pretrained(str(directory), **options)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         raise ModelError(f"transformers cannot load {directory}: {type(error).__name__}: {error}") from error
     problems = {key: sorted(map(str, info.get(key) or ())) for key in ("missing_keys", "mismatched_keys")}

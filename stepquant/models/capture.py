@@ -71,7 +71,8 @@ def find_delta_layers(model: nn.Module) -> list[nn.Module]:
     found = [module for module in model.modules() if type(module).__name__ in classes or _calls_delta_rule(module)]
     if not found:
         raise ModelError(
-            f"{type(model).__name__} holds no delta-rule layer; expected modules of a class among {', '.join(sorted(classes))}"
+            f"{type(model).__name__} holds no delta-rule layer; expected modules of a class among "
+            f"{', '.join(sorted(classes))}"
         )
     return sorted(found, key=lambda module: int(getattr(module, "layer_idx", 0)))
 
@@ -157,8 +158,8 @@ def _replaced(result: Tensor | tuple[Tensor, Tensor | None], trace: DeltaTrace) 
         )
     if trace.wants_state and state is None:
         raise ModelError(
-            f"replacement of layer {trace.layer} returned no final state but the model keeps a cache; return (y, state) "
-            "or run with use_cache=False"
+            f"replacement of layer {trace.layer} returned no final state but the model keeps a cache; return "
+            "(y, state) or run with use_cache=False"
         )
     return y.to(trace.dtype), state
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: where a `model.path` lies, its config.json, and the format of its weights. No torch, no transformers."""
+"""Checkpoints on disk: where a `model.path` lies, its config.json, the format of its weights. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
 def resolve_checkpoint(path: str | Path) -> Path:
     """Directory (or config file) that a recipe's ``model.path`` means.
 
-    ``builtin:tiny_gdn`` and ``builtin:tiny_kda`` are the packaged models; ``org/name`` is looked up in the local Hugging
-    Face cache, never on the network.
+    ``builtin:tiny_gdn`` and ``builtin:tiny_kda`` are the packaged models; ``org/name`` is looked up in the local
+    Hugging Face cache, never on the network.
 
     Raises:
         ModelError: nothing there; the message says what was tried.

@@ -72,6 +72,7 @@ def load_segments(
     if tokenizer is None:
         return _random_segments(segments, length, seed, vocab_size)
     enough = max(_MIN_CHARACTERS, segments * length * _CHARACTERS_PER_TOKEN)
+    documents: Iterable[str]
     if source == "builtin":
         documents, label = stdlib_documents(split, seed), f"builtin/{split}"
     elif source == "wikitext2":
@@ -102,8 +103,8 @@ def cut_segments(stream: Tensor, segments: int, length: int, seed: int, label: s
     blocks = stream.numel() // length
     if blocks < segments:
         raise DataError(
-            f"data source {label} holds {stream.numel():,} tokens, {blocks} segments of {length:,}; {segments} segments need "
-            f"{segments * length:,}. Lower data.segments or data.length, or give more text"
+            f"data source {label} holds {stream.numel():,} tokens, {blocks} segments of {length:,}; "
+            f"{segments} segments need {segments * length:,}. Lower data.segments or data.length, or give more text"
         )
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(blocks, generator=generator)[:segments].sort().values
@@ -122,7 +123,7 @@ def _random_segments(segments: int, length: int, seed: int, vocab_size: int | No
 
 
 def _pieces(documents: Iterable[str], enough: int) -> Iterator[tuple[str, bool]]:
-    """Cut documents at line ends into pieces of about 64 Ki characters; (piece, ends its document); stop at `enough`."""
+    """Cut documents at line ends into pieces of 64 Ki characters: (piece, it ends the document); stop at `enough`."""
     total = 0
     for document in documents:
         start = 0

@@ -45,8 +45,12 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     own = {key: value for key, value in own.items() if value is not None}
     linear = own.get("linear_attn_config")
     if family.family == "kda" and isinstance(linear, Mapping):
-        renamed = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads",
-                   "short_conv_kernel_size": "linear_conv_kernel_dim", "gate_lower_bound": "linear_lower_bound"}  # fmt: skip
+        renamed = {
+            "head_dim": "linear_head_dim",
+            "num_heads": "linear_num_heads",
+            "short_conv_kernel_size": "linear_conv_kernel_dim",
+            "gate_lower_bound": "linear_lower_bound",
+        }
         own.update({new: linear[old] for old, new in renamed.items() if linear.get(old) is not None})
     return {**family.defaults, **own}
 
@@ -116,9 +120,9 @@ def geometry_from_config(config: Mapping[str, Any] | str | Path) -> Geometry:
         config: a config dictionary, a checkpoint directory, a config.json, or an alias that `resolve_checkpoint` takes.
 
     Returns:
-        The geometry. ``conv_bytes`` counts ``width - 1`` BF16 columns of every convolved q, k and v channel (what SGLang
-        keeps); ``kv_bytes_per_token`` counts the BF16 cache of attention layers that grow with the context: keys and
-        values, or the MLA latent. Sliding-window layers, sparse-attention indexers and n-gram caches are left out.
+        The geometry. ``conv_bytes`` counts ``width - 1`` BF16 columns of every convolved q, k and v channel (what
+        SGLang keeps); ``kv_bytes_per_token`` counts the BF16 cache of attention layers that grow with the context: keys
+        and values, or the MLA latent. Sliding-window layers, sparse-attention indexers and n-gram caches are left out.
 
     Raises:
         ModelError: unreadable or incomplete configuration, unknown model type, or no delta-rule layer.

@@ -2,7 +2,8 @@
 
 What the modelling files share is the rule: each calls one of two module-level functions (a chunked and a recurrent one)
 with post-convolution q, k, v, a natural-log gate g <= 0 and a write strength beta; the functions L2-normalise q and k
-themselves (`use_qk_l2norm_in_kernel=True`), scale q by K^-1/2 and repeat grouped key heads. The table holds what differs.
+themselves (`use_qk_l2norm_in_kernel=True`), scale q by K^-1/2 and repeat grouped key heads. The table holds
+what differs.
 """
 
 from __future__ import annotations
@@ -64,6 +65,12 @@ class ModelFamily:
     def text_type(self) -> str:
         """transformers' ``model_type`` of the text model, whether it stands alone or in a multimodal one."""
         return self.text_types[0] if self.text_types else self.model_type
+
+    def load_auto_class(self) -> Any:
+        """transformers' auto class that builds the family's language model (imports transformers)."""
+        import transformers
+
+        return getattr(transformers, self.auto_class)
 
     @property
     def functions(self) -> tuple[str, str]:

@@ -1,16 +1,17 @@
 """A model with seeded random weights built from its configuration alone, filled on its device module by module.
 
-Nothing is written and no second copy is ever held, so a 27B or 48B model fits wherever its weights do. Scales follow the
-model's own initialisation, with three changes that make the recurrence behave like a trained one: convolutions of unit
-gain, decay rates log-uniform in 1..16, and time steps whose softplus is log-uniform in 0.001..0.1 (half-lives from a
-token to about 700 tokens).
+Nothing is written and no second copy is ever held, so a 27B or 48B model fits wherever its weights do. Scales follow
+the model's own initialisation, with three changes that make the recurrence behave like a trained one: convolutions of
+unit gain, decay rates log-uniform in 1..16, and time steps whose softplus is log-uniform in 0.001..0.1 (half-lives from
+a token to about 700 tokens).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,22 @@ from torch import Tensor, nn
 
 from stepquant.errors import ModelError
 from stepquant.models.family_table import ModelFamily
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' progress bars and warnings while the context is open; they are restored afterwards."""
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def build_random(
@@ -45,10 +62,10 @@ def build_random(
     Raises:
         ModelError: transformers refuses the configuration.
     """
-    model = build_meta(directory, family, dtype, attn_implementation=attn_implementation)
+    model: Any = build_meta(directory, family, dtype, attn_implementation=attn_implementation)
     places = _placement(model, device_map, dtype)
     for name, module in model.named_modules():
-        fill_module(_initialiser(model, name), name, module, seed, places(name) if places else device)
+        fill_module(initialiser(model, name), name, module, seed, places(name) if places else device)
     model.tie_weights()
     if device_map is not None:
         from accelerate import dispatch_model
@@ -67,8 +84,6 @@ def build_meta(
     """
     from transformers import AutoConfig
 
-    from stepquant.models.adapter import auto_class
-
     try:
         config = AutoConfig.from_pretrained(str(directory))
         if dtype == "auto":
@@ -76,12 +91,12 @@ def build_meta(
             dtype = stated if isinstance(stated, torch.dtype) else torch.bfloat16
         options = {"attn_implementation": attn_implementation} if attn_implementation else {}
         with torch.device("meta"):
-            return auto_class(family).from_config(config, dtype=dtype, **options)
+            return family.load_auto_class().from_config(config, dtype=dtype, **options)
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ModelError(f"transformers cannot build a {family.model_type} model from {directory}: {error}") from error
 
 
-def _initialiser(model: nn.Module, name: str) -> nn.Module:
+def initialiser(model: nn.Module, name: str) -> Any:
     """The innermost transformers model that holds a module: its own rules initialise it."""
     owner = model
     parts = name.split(".") if name else []
@@ -91,7 +106,7 @@ def _initialiser(model: nn.Module, name: str) -> nn.Module:
     return owner
 
 
-def fill_module(owner: nn.Module, name: str, module: nn.Module, seed: int, device: torch.device) -> None:
+def fill_module(owner: Any, name: str, module: nn.Module, seed: int, device: torch.device) -> None:
     """Materialise one module's own parameters and buffers (not its children's) and give them seeded values.
 
     Args:

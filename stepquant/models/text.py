@@ -107,7 +107,7 @@ def _jsonl(path: Path) -> Iterator[str]:
 def _parquet(path: Path) -> Iterator[str]:
     if importlib.util.find_spec("pyarrow") is None:
         raise DataError(
-            f"{path.name} needs the package pyarrow: pip install 'stepquant[data]'; or give the text as .jsonl or plain text"
+            f"{path.name} needs the package pyarrow: pip install 'stepquant[data]'; or give the text as .jsonl or .txt"
         )
     from pyarrow import ArrowException, parquet
 

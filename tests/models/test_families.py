@@ -168,8 +168,8 @@ def test_random_weights_are_seeded(name, checkpoints):
 
 def test_geometry_of_real_models():
     qwen = {"model_type": "qwen3_5", "text_config": {
-        "num_hidden_layers": 64, "hidden_size": 5120, "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256,
-        "linear_num_value_heads": 48, "full_attention_interval": 4,
+        "num_hidden_layers": 64, "hidden_size": 5120, "num_attention_heads": 24, "num_key_value_heads": 4,
+        "head_dim": 256, "linear_num_value_heads": 48, "full_attention_interval": 4,
     }}  # fmt: skip
     geometry = geometry_from_config(qwen)
     assert (geometry.num_delta_layers, geometry.num_heads, geometry.num_key_heads) == (48, 48, 16)
