@@ -2,7 +2,7 @@
 
 Every codec takes the precision map of its heads, so that mixed precision and FP16 pivot rows (bits 16) work under all
 of them: rowwise INT with a solved map is the paper's *temporal only*, and pivots under `DampCodec` are DAMP's channels.
-None of them changes its input; all run on the tensor's device, in the tensor's dtype (scales rounded as they are stored).
+None of them changes its input; all run on the tensor's device, in its dtype (scales rounded as they are stored).
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class DampCodec(MappedCodec):
 
 
 DAMP_FRACTION = 1 / 8
-"""Key channels kept in FP16: DAMP reports 9.9 bits a value where its own INT8 takes 9.0, and 9 + (16 - 9) / 8 = 9.875."""
+"""Key channels kept in FP16: DAMP reports 9.9 bits a value where its INT8 takes 9.0, and 9 + (16 - 9) / 8 = 9.875."""
 
 
 def damp_channels(row_error: Tensor, persistence: Tensor, fraction: float = DAMP_FRACTION) -> Tensor:

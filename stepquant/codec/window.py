@@ -17,15 +17,15 @@ log gates: after one gate of exp(-10^6) the sums hold nothing of the gates that 
 infinite. Here ratios are products of the gates after i, or exp of the sum of just those log gates. All factors are in
 [0, 1]: nothing overflows, nothing cancels, and an underflow is a contribution that truly is gone.
 
-**What is stored** for a pending token, in the buffer's dtype (fp32, fp16, bf16, or int8 with one FP16 scale a vector):
+**What is stored** for a pending token, in the buffer's dtype (fp32, fp16, bf16, int8 with one FP16 scale a vector):
 
-- u `[V]`, and the key `[K]`. GDN keeps the raw key, which the value heads of a group share, and one FP32 ratio a head and
-  token. KDA folds each step's gate into the stored keys (kbar_i <- D kbar_i, rounded again), so that no per-token gates
-  `[K]` are kept; S_0 has one FP32 vector Gamma (GDN: a scalar) a head.
-- The token being read is exact in its own readout, and in a fold that it completes: W tokens need W - 1 stored entries.
+- u `[V]`, and the key `[K]`. GDN keeps the raw key, which the value heads of a group share, and one FP32 ratio a head
+  and token. KDA folds each step's gate into the stored keys (kbar_i <- D kbar_i, rounded again), so that no per-token
+  gates `[K]` are kept; S_0 has one FP32 vector Gamma (GDN: a scalar) a head.
+- The token being read is exact in its own readout and in a fold that it completes: W tokens need W - 1 stored entries.
 
-**Speculative drafts.** A fold cannot be undone, and neither can a gate folded into a KDA key. A draft token is a pending
-entry with its raw key, u and its own log gate; its reads take the gates of the drafts before it as suffix sums.
+**Speculative drafts.** A fold cannot be undone, and neither can a gate folded into a KDA key. A draft token is a
+pending entry with its raw key, u and its own log gate; its reads take the gates of the drafts before it as suffix sums.
 `accept(n)` commits the first n drafts (gates folded in then) and forgets the others. Each u depends on earlier tokens
 only, so accepted entries need no recomputation. If the accepted length passes a multiple of W, everything accepted is
 folded at once, so folding never looks past what was accepted. Drafts form a chain; buffers need W - 1 plus the longest
@@ -77,8 +77,8 @@ class WriteWindow:
     Args:
         length: W.
         dtype: of the buffers: fp32, fp16, bf16 or int8.
-        phase: tokens already past the last multiple of W when the base was packed (its length mod W): the first window is
-            shorter by so many.
+        phase: tokens already past the last multiple of W when the base was packed (its length mod W): the first window
+            is shorter by so many.
     """
 
     def __init__(self, length: int, dtype: str = "fp32", phase: int = 0) -> None:

@@ -1,0 +1,1 @@
+"""Evaluation of state codecs on real models: drift, its statistics, and the paper's analyses."""
