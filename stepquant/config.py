@@ -44,13 +44,12 @@ def hydra_command(
         root: primary configuration in `conf/`.
     """
 
-    def prepare(job: Job) -> Recipe:
-        recipe = Recipe.from_config(job.config, explicit=job.explicit)
+    def warn_and_run(recipe: Recipe) -> int | None:
         for warning in recipe.warnings():
             print(f"warning: {warning}", file=sys.stderr)
-        return recipe
+        return main(recipe)
 
-    return _run(main, prepare, name, argv, root)
+    return _run(warn_and_run, lambda job: Recipe.from_config(job.config, explicit=job.explicit), name, argv, root)
 
 
 def hydra_config_command(

@@ -25,6 +25,7 @@ from stepquant.recipe import flatten
 from stepquant.recipe_checks import suggest
 
 GROUP = "recipe"
+_registered: dict[Path, tuple[int, int]] = {}
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,11 @@ class Job:
 def register_recipes(directory: Path) -> None:
     """Serve every YAML file of a directory as the Hydra group `recipe`."""
     for path in sorted(directory.glob("*.yaml")):
-        _store(path.stem, path)
+        status = path.stat()
+        version = (status.st_mtime_ns, status.st_size)
+        if _registered.get(path) != version:
+            _store(path.stem, path)
+            _registered[path] = version
 
 
 def compose_jobs(root: str, overrides: Sequence[str], sweep: bool) -> list[Job]:
@@ -129,7 +134,7 @@ def _serve_paths(overrides: Sequence[str]) -> tuple[list[str], dict[str, tuple[s
                 if re.search(r"\.ya?ml$", entry) or "/" in entry:
                     path = Path(entry).expanduser()
                     if not path.is_file():
-                        raise RecipeError(_no_file(path))
+                        raise RecipeError(_no_file(entry, path))
                     token = re.sub(r"\W", "_", path.stem) + f"__file{len(files)}"
                     files[token] = (re.sub(r"[^\w.+-]", "_", path.stem), _store(token, path))
                     entry = token
@@ -139,14 +144,14 @@ def _serve_paths(overrides: Sequence[str]) -> tuple[list[str], dict[str, tuple[s
     return result, files
 
 
-def _no_file(path: Path) -> str:
+def _no_file(given: str, path: Path) -> str:
     siblings = [entry.name for entry in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-    return f"recipe {str(path)!r} is no file{closest(path.name, siblings)}; expected a YAML file or a shipped name"
+    return f"recipe {given!r} is no file{closest(path.name, siblings)}; expected a YAML file or a shipped name"
 
 
 def _parse(parser: OverridesParser, text: str) -> Override:
     try:
-        return parser.parse_override(text)
+        return parser.parse_overrides([text])[0]
     except HydraException:
         raise RecipeError(
             f"override {text!r} cannot be read; expected KEY=VALUE, with lists as [4,6,8] and quotes around other marks"

@@ -69,7 +69,7 @@ def integer(low: int, high: int | None = None) -> Check:
     expected = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
 
     def check(key: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != value or value in (math.inf,):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise refuse(key, value, expected)
         if value != int(value) or value < low or (high is not None and value > high):
             raise refuse(key, value, expected)

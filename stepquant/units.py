@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _FACTORS = {
@@ -44,7 +45,7 @@ def parse_bytes(value: int | float | str) -> int:
         if "." not in digits:
             return int(digits) * factor
         return round(float(digits) * factor)
-    if value != int(value) or value < 0:
+    if not math.isfinite(value) or value != int(value) or value < 0:
         raise ValueError(f"{value!r} is not a whole number of bytes")
     return int(value)
 
