@@ -25,4 +25,5 @@ class BuildWithConfiguration(build_py):
             shutil.copytree(Path(__file__).parent / source, target)
 
 
-setup(cmdclass={"build_py": BuildWithConfiguration})
+# Not build/, which holds what the compiler writes.
+setup(cmdclass={"build_py": BuildWithConfiguration}, options={"build": {"build_base": "dist/.build"}})
