@@ -1,8 +1,8 @@
 """The artifact directory: plan, tables, composed recipe. Written atomically, read strictly, nothing in it is executed.
 
-    plan.json, plan.safetensors     the plan (stepquant.plan)
-    tables.safetensors              calibration statistics and distortions, for re-solving and reports
-    recipe.yaml                     the composed recipe, without local paths
+plan.json, plan.safetensors     the plan (stepquant.plan)
+tables.safetensors              calibration statistics and distortions, for re-solving and reports
+recipe.yaml                     the composed recipe, without local paths
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def read_tables(directory: Path) -> tuple[dict[str, tuple[str, Product]], dict[s
         products = {n: (str(e["key"]), Product({}, dict(e["facts"]))) for n, e in head["products"].items()}
         base = dict(head["base"])
     except (KeyError, TypeError, ValueError, AttributeError, SafetensorError, RecursionError) as error:
-        raise ArtifactError(f"{path}: its header is not that of calibration tables ({error!r}); compile again") from None
+        raise ArtifactError(
+            f"{path}: its header is not that of calibration tables ({error!r}); compile again"
+        ) from None
     for full, tensor in tensors.items():
         name, _, item = full.partition("/")
         if name not in products:

@@ -10,8 +10,8 @@ from stepquant.recipe import Recipe
 
 
 def run(recipe: Recipe) -> None:
-    """Run every pass of a recipe and write its artifact; see `stepquant.passes.pipeline`."""
-    from stepquant.passes.pipeline import compile_recipe
+    """Run every pass of a recipe and write its artifact; see `stepquant.passes.compile`."""
+    from stepquant.passes.compile import compile_recipe
 
     compile_recipe(recipe)
 

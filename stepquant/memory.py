@@ -40,9 +40,7 @@ class ServingMemory:
 
     def concurrency(self, memory: int, context: int) -> int:
         """Largest B with M(B, L) <= memory; 0 if the weights and one sentinel slot do not even fit."""
-        per_request = (
-            self.slots_per_request * self.slot + self.per_running_request + context * self.kv_per_token
-        )
+        per_request = self.slots_per_request * self.slot + self.per_running_request + context * self.kv_per_token
         left = memory - self.weights - self.slot
         return max(0, left // per_request)
 

@@ -189,9 +189,17 @@ def load_plan(directory: str | Path) -> LayoutPlan:
             geometry=Geometry.from_json(data["geometry"]),
             codec=_dataclass(CodecSpec, data["codec"], "codec"),
             window=_dataclass(WindowSpec, data["window"], "window"),
-            **{key: data[key] for key in ("granularity", "fingerprint", "weight_format", "synthetic", "budget",
-                                          "predicted", "settings", "provenance")},  # fmt: skip
-            **tensors,
+            granularity=data["granularity"],
+            fingerprint=data["fingerprint"],
+            weight_format=data["weight_format"],
+            synthetic=data["synthetic"],
+            budget=data["budget"],
+            predicted=data["predicted"],
+            settings=data["settings"],
+            provenance=data["provenance"],
+            bits=tensors["bits"],
+            w=tensors["w"],
+            permutation=tensors["permutation"],
         )
     except StepQuantError as error:
         raise ArtifactError(f"{path}: {error}") from None
@@ -201,7 +209,7 @@ def load_plan(directory: str | Path) -> LayoutPlan:
     return plan
 
 
-def _dataclass(kind: type, data: dict[str, Any], where: str) -> Any:
+def _dataclass(kind: Any, data: dict[str, Any], where: str) -> Any:
     fields = kind.__dataclass_fields__
     if set(data) != set(fields):
         raise ArtifactError(f"{where} has keys {sorted(data)}; expected {sorted(fields)}")

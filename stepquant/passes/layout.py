@@ -18,7 +18,7 @@ SHAPING = ("method", "calibration", "seed", "data", "samples", "temporal", "spat
 def permutation(bits: torch.Tensor) -> torch.Tensor:
     """Storage order of rows, int16 `[..., K]`: precision falling, FP16 pivots last, stable (see `stepquant.layout`)."""
     order = torch.where(bits == 16, 0, bits.to(torch.int16))
-    return order.argsort(-1, descending=True, stable=True).to(torch.int16)
+    return order.sort(dim=-1, descending=True, stable=True).indices.to(torch.int16)
 
 
 def make_plan(context: Context, pipeline: Pipeline, base: LayoutPlan | None = None) -> LayoutPlan:

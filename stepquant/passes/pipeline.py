@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,13 +33,13 @@ from stepquant.passes.transition import Transition
 AnyPass = Pass | ObserverPass
 
 # Watching one run of the model ...
-TRACED: tuple[AnyPass, ...] = (GateStatistics(), RowImpact(), Transition(), Sensitivity(), StateSamples())
+TRACED: Sequence[AnyPass] = (GateStatistics(), RowImpact(), Transition(), Sensitivity(), StateSamples())
 # ... or, with calibration=synthetic, made up.
-SYNTHETIC: tuple[AnyPass, ...] = (SyntheticGates(), SyntheticImpact(), SyntheticTransition(), SyntheticSensitivity())
-WEIGHTS: tuple[AnyPass, ...] = (RowWeights(),)
-TABLES: tuple[AnyPass, ...] = (Distortion(), Pivots(), PivotDistortion())
-SYNTHETIC_TABLES: tuple[AnyPass, ...] = (SyntheticDistortion(), Pivots(), SyntheticPivotDistortion())
-SOLVE: tuple[AnyPass, ...] = (Allocation(),)
+SYNTHETIC: Sequence[AnyPass] = (SyntheticGates(), SyntheticImpact(), SyntheticTransition(), SyntheticSensitivity())
+WEIGHTS: Sequence[AnyPass] = (RowWeights(),)
+TABLES: Sequence[AnyPass] = (Distortion(), Pivots(), PivotDistortion())
+SYNTHETIC_TABLES: Sequence[AnyPass] = (SyntheticDistortion(), Pivots(), SyntheticPivotDistortion())
+SOLVE: Sequence[AnyPass] = (Allocation(),)
 
 KEPT_IN_ARTIFACT = (
     "gate_statistics", "row_impact", "transition", "sensitivity", "row_weights", "distortion", "pivots",
@@ -51,9 +51,9 @@ UNCACHED = {"allocation"}  # cheap, and their answer depends on everything
 def passes_for(context: Context) -> tuple[AnyPass, ...]:
     """The passes of a recipe in their order."""
     if context.recipe.calibration == "synthetic":
-        order = SYNTHETIC + WEIGHTS + SYNTHETIC_TABLES + SOLVE
+        order = (*SYNTHETIC, *WEIGHTS, *SYNTHETIC_TABLES, *SOLVE)
     else:
-        order = TRACED + WEIGHTS + TABLES + SOLVE
+        order = (*TRACED, *WEIGHTS, *TABLES, *SOLVE)
     needless = _needless(context)
     return tuple(p for p in order if p.wanted(context) and p.name not in needless)
 
@@ -86,13 +86,13 @@ class Pipeline(Mapping[str, Product]):
         self.passes = {p.name: p for p in passes_for(self.context)}
         base = self.base_key if self.base_key is not None else self.context.calibration_key
         self.base_key = base
-        self.keys: dict[str, str] = {}
+        self.cache_keys: dict[str, str] = {}
         for name, step in self.passes.items():
             calibrates = isinstance(step, ObserverPass) or self.context.recipe.calibration == "synthetic"
-            self.keys[name] = hash_json({
+            self.cache_keys[name] = hash_json({
                 "pass": name, "version": step.version, "stepquant": __version__,
                 "reads": self.context.recipe.select(*step.reads),
-                "needs": {need: self.keys[need] for need in step.needs if need in self.keys},
+                "needs": {need: self.cache_keys[need] for need in step.needs if need in self.cache_keys},
                 "base": base if calibrates else None,
             })  # fmt: skip
         self.made: dict[str, Product] = {}
@@ -114,7 +114,7 @@ class Pipeline(Mapping[str, Product]):
         for name in self.passes:
             if name in needed:
                 self[name]
-            elif name not in self.made and (name in self.given or self.context.cache.has(name, self.keys[name])):
+            elif name not in self.made and (name in self.given or self.context.cache.has(name, self.cache_keys[name])):
                 self.context.progress.reuse(name)
 
     def _missing(self) -> set[str]:
@@ -128,14 +128,14 @@ class Pipeline(Mapping[str, Product]):
         return missing
 
     def _available(self, name: str) -> bool:
-        if name in self.given and self.given[name][0] == self.keys[name]:
+        if name in self.given and self.given[name][0] == self.cache_keys[name]:
             return True
-        return name not in UNCACHED and self.context.cache.has(name, self.keys[name])
+        return name not in UNCACHED and self.context.cache.has(name, self.cache_keys[name])
 
     def _find(self, name: str) -> Product | None:
-        if name in self.given and self.given[name][0] == self.keys[name]:
+        if name in self.given and self.given[name][0] == self.cache_keys[name]:
             return self.given[name][1]
-        return None if name in UNCACHED else self.context.cache.load(name, self.keys[name])
+        return None if name in UNCACHED else self.context.cache.load(name, self.cache_keys[name])
 
     def _make(self, name: str) -> Product:
         step = self.passes[name]
@@ -147,7 +147,7 @@ class Pipeline(Mapping[str, Product]):
         with self.context.progress.step(name):
             product = step.run(self.context, self)
         if name not in UNCACHED:
-            self.context.cache.store(name, self.keys[name], product)
+            self.context.cache.store(name, self.cache_keys[name], product)
         return product
 
     def _trace(self, name: str) -> Product:
@@ -161,18 +161,18 @@ class Pipeline(Mapping[str, Product]):
             p for p in self.passes.values()
             if isinstance(p, ObserverPass) and p.name not in self.made and not self._available(p.name)
         ]  # fmt: skip
-        key = hash_json([self.keys[p.name] for p in missing])
+        key = hash_json([self.cache_keys[p.name] for p in missing])
         with self.context.progress.step(f"trace ({', '.join(p.name for p in missing)})"):
             products = run_observers(self.context, missing, key)
         for made, product in products.items():
-            self.context.cache.store(made, self.keys[made], product)
+            self.context.cache.store(made, self.cache_keys[made], product)
             self.made[made] = product
         self.context.cache.drop_partial(key)
         return self.made[name]
 
     def artifact_products(self) -> dict[str, tuple[str, Product]]:
         """What goes into tables.safetensors: statistics and distortions with their keys, no state samples."""
-        return {name: (self.keys[name], self[name]) for name in KEPT_IN_ARTIFACT if name in self.passes}
+        return {name: (self.cache_keys[name], self[name]) for name in KEPT_IN_ARTIFACT if name in self.passes}
 
 
 def provenance(context: Context) -> dict[str, Any]:

@@ -46,8 +46,13 @@ class SampleObservation:
         recipe, layers = context.recipe, context.geometry.num_delta_layers
         self.every = recipe.samples.every
         self.positions = [
-            draw_positions(recipe.data.segments, recipe.data.length, self.every, recipe.samples.per_layer,
-                           recipe.seed * 100_003 + layer)  # fmt: skip
+            draw_positions(
+                recipe.data.segments,
+                recipe.data.length,
+                self.every,
+                recipe.samples.per_layer,
+                recipe.seed * 100_003 + layer,
+            )  # fmt: skip
             for layer in range(layers)
         ]
         g = context.geometry
@@ -66,9 +71,7 @@ class SampleObservation:
         for row, segment in zip(rows.tolist(), local, strict=True):
             wanted.setdefault(int(positions[row, 1]), []).append((row, used.index(segment)))
         pick = torch.tensor(used, device=trace.k.device)
-        k, v, gate, beta = (
-            x.detach()[pick, :stop].float() for x in (trace.k, trace.v, trace.log_gate, trace.beta)
-        )
+        k, v, gate, beta = (x.detach()[pick, :stop].float() for x in (trace.k, trace.v, trace.log_gate, trace.beta))
         for done, states in states_every(k, v, gate, beta, self.every):
             for row, index in wanted.get(done, ()):
                 self.states[layer][row] = states[index].cpu()

@@ -33,6 +33,7 @@ def _normal(context: Context, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 class _Synthetic:
+    name = ""
     version = 1
     reads: tuple[str, ...] = ("seed",)
     needs: tuple[str, ...] = ()
@@ -66,7 +67,7 @@ class SyntheticTransition(_Synthetic):
     """Gram diagonal: row impact over a lifetime."""
 
     name = "transition"
-    needs = ("gate_statistics", "row_impact")
+    needs: tuple[str, ...] = ("gate_statistics", "row_impact")
 
     def run(self, context: Context, products: Products) -> Product:
         rate = -products["gate_statistics"]["mean_log_gate"]
@@ -102,7 +103,7 @@ class SyntheticPivotDistortion(_Synthetic):
 
     name = "pivot_distortion"
     reads: tuple[str, ...] = ()
-    needs = ("distortion", "pivots")
+    needs: tuple[str, ...] = ("distortion", "pivots")
 
     def wanted(self, context: Context) -> bool:
         return context.unit == "row" and context.recipe.pivots.count > 0

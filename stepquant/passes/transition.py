@@ -80,8 +80,10 @@ class TransitionObservation:
 
     def observe(self, layer: int, trace: DeltaTrace, segments: range) -> None:
         for one in range(trace.q.shape[0]):  # a segment at a time keeps the K x K matrices of a layer in the cache
-            parts = (x[one : one + 1].detach().float() for x in (trace.q, trace.k, trace.log_gate, trace.beta))
-            diagonals = transition_diagonals(*parts)
+            q, k, gate, beta = (
+                x[one : one + 1].detach().float() for x in (trace.q, trace.k, trace.log_gate, trace.beta)
+            )
+            diagonals = transition_diagonals(q, k, gate, beta)
             self.total[layer] += diagonals.sum((0, 1), dtype=torch.float64).cpu()
             self.count[layer] += diagonals.shape[0] * diagonals.shape[1]
 

@@ -1,0 +1,97 @@
+"""Two plans side by side: where their precision maps differ, and what that costs in bytes and predicted distortion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from stepquant.accounting import account
+from stepquant.errors import ArtifactError
+from stepquant.plan import LayoutPlan, load_plan
+
+
+def compare_plans(first: Path, second: Path) -> dict[str, Any]:
+    """Differences of two artifacts, JSON-ready.
+
+    Raises:
+        ArtifactError: when the plans are for states of different shape.
+    """
+    a, b = load_plan(first), load_plan(second)
+    if a.bits.shape != b.bits.shape or a.geometry.value_dim != b.geometry.value_dim:
+        raise ArtifactError(
+            f"{first} is for states [layers, heads, rows] {list(a.bits.shape)} x {a.geometry.value_dim} columns, {second} "
+            f"for {list(b.bits.shape)} x {b.geometry.value_dim}; compare plans of one model"
+        )
+    moved: dict[str, int] = {}
+    pairs, counts = _pairs(a, b)
+    for (old, new), count in zip(pairs, counts, strict=True):
+        moved[f"{old}->{new}"] = count
+    return {
+        "plans": [_head(a), _head(b)],
+        "rows": a.bits.numel(),
+        "rows_changed": int((a.bits != b.bits).sum()),
+        "moves": moved,
+        "layers": [
+            {"layer": layer, "rows_changed": int((a.bits[i] != b.bits[i]).sum()),
+             "mean_bits": [float(p.bits[i].float().mean()) for p in (a, b)],
+             "predicted": [_by_layer(p, i) for p in (a, b)]}
+            for i, layer in enumerate(a.geometry.layers)
+        ],
+        "settings": _settings(a, b),
+        "same_model": a.fingerprint == b.fingerprint,
+    }  # fmt: skip
+
+
+def _pairs(a: LayoutPlan, b: LayoutPlan) -> tuple[list[tuple[int, int]], list[int]]:
+    both = (a.bits.int() * 64 + b.bits.int())[a.bits != b.bits]
+    values, counts = both.unique(return_counts=True)
+    return [(int(v) // 64, int(v) % 64) for v in values], [int(c) for c in counts]
+
+
+def _head(plan: LayoutPlan) -> dict[str, Any]:
+    figures = account(plan)
+    return {"name": plan.name, "plan_sha256": plan.hash, "total": figures.slot.total,
+            "allocated": figures.slot.allocated, "bytes_per_running_request": figures.running,
+            "bits_per_value": figures.bits_per_value,
+            "predicted_cost_per_token": plan.predicted.get("predicted_cost_per_token")}  # fmt: skip
+
+
+def _by_layer(plan: LayoutPlan, index: int) -> float | None:
+    costs = plan.predicted.get("by_layer")
+    return costs[index] if costs else None
+
+
+def _settings(a: LayoutPlan, b: LayoutPlan) -> dict[str, list[Any]]:
+    """Settings that differ, dotted."""
+    from stepquant.recipe import flatten
+
+    flat = [dict(flatten(p.settings)) for p in (a, b)]
+    names = sorted(set(flat[0]) | set(flat[1]))
+    return {n: [f.get(n) for f in flat] for n in names if flat[0].get(n) != flat[1].get(n)}
+
+
+def comparison_tables(comparison: dict[str, Any]) -> list[Table]:
+    """The comparison as tables."""
+    a, b = comparison["plans"]
+    head = Table("", a["name"], b["name"], title="plans")
+    for key in ("total", "allocated", "bytes_per_running_request", "bits_per_value", "predicted_cost_per_token"):
+        head.add_row(key.replace("_", " "), *[_figure(p[key]) for p in (a, b)])
+    for name, values in comparison["settings"].items():
+        head.add_row(name, *[str(v) for v in values])
+    moves = Table("rows move", "count", title=f"{comparison['rows_changed']} of {comparison['rows']} rows differ")
+    for move, count in sorted(comparison["moves"].items(), key=lambda item: -item[1]):
+        moves.add_row(f"{move} bits", f"{count:,}")
+    layers = Table("layer", "rows changed", "mean bits", "", "predicted", "", title="by layer")
+    for entry in comparison["layers"]:
+        layers.add_row(str(entry["layer"]), str(entry["rows_changed"]), *[f"{m:.3f}" for m in entry["mean_bits"]],
+                       *[_figure(p) for p in entry["predicted"]])  # fmt: skip
+    note = Table(title="same checkpoint" if comparison["same_model"] else "DIFFERENT checkpoints", show_header=False)
+    return [head, moves, layers, note] if not comparison["same_model"] else [head, moves, layers]
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

@@ -1,0 +1,126 @@
+"""``python -m stepquant.inspect DIR [DIR2]``: look at a plan, its bytes and the memory it saves; compare two plans."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from stepquant.commands import exit_code
+from stepquant.compare import compare_plans, comparison_tables
+from stepquant.errors import StepQuantError
+from stepquant.memory import SLOTS_PER_REQUEST
+from stepquant.plan import load_plan
+from stepquant.summary import plan_summary, print_summary, serving_memory, serving_rows, serving_table
+from stepquant.units import parse_bytes
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m stepquant.inspect",
+        description="Show a compiled plan: bits, bytes, serving memory (equation 24). With two plans: where they differ.",
+    )
+    parser.add_argument("plan", type=Path, help="artifact directory of stepquant.compile")
+    parser.add_argument("other", type=Path, nargs="?", help="a second artifact to compare with")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON instead of tables")
+    parser.add_argument("--layers", action="store_true", help="also print the bits of every layer")
+    parser.add_argument("--weights", type=_size, default=None, metavar="BYTES",
+                        help="weights of one replica for equation 24, e.g. 17776688128 or 16.56GiB (default 0)")  # fmt: skip
+    parser.add_argument("--batch", type=_counts, default=[1, 32, 64, 128, 256, 512], metavar="B,B,...",
+                        help="running requests to tabulate (default 1,32,64,128,256,512)")  # fmt: skip
+    parser.add_argument(
+        "--context", type=_count, default=4096, metavar="TOKENS", help="tokens a request (default 4096)"
+    )
+    parser.add_argument("--slots", type=_slots, default=5, metavar="N|STRATEGY",
+                        help="slots a request: a number, or off | no_buffer | extra_buffer | extra_buffer_no_overlap "
+                        "(1, 3, 5, 4; default extra_buffer)")  # fmt: skip
+    parser.add_argument("--memory", type=_size, metavar="BYTES", help="also print how many requests fit, e.g. 320GiB")
+    return parser
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except StepQuantError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 10**9:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
+def _slots(text: str) -> int:
+    if text in SLOTS_PER_REQUEST:
+        return SLOTS_PER_REQUEST[text]
+    if not text.isdecimal() or int(text) < 1:
+        known = ", ".join(SLOTS_PER_REQUEST)
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a positive number nor one of {known}")
+    return int(text)
+
+
+def full_summary(args: argparse.Namespace) -> dict[str, Any]:
+    """The plan's summary with the serving table of the given memory settings."""
+    summary = plan_summary(load_plan(args.plan))
+    weights = args.weights or 0
+    summary["serving"] = serving_rows(summary, weights, args.slots, args.batch, args.context)
+    if args.memory is not None:
+        summary["concurrency"] = {
+            name: serving_memory(summary, weights, args.slots, fp32).concurrency(args.memory, args.context)
+            for name, fp32 in (("fp32", True), ("plan", False))
+        }
+    return summary
+
+
+def show(args: argparse.Namespace, console: Console) -> None:
+    """Print one plan, or the comparison of two."""
+    if args.other is not None:
+        comparison = compare_plans(args.plan, args.other)
+        if args.json:
+            print(json.dumps(comparison, indent=2, sort_keys=True))
+        else:
+            for table in comparison_tables(comparison):
+                console.print(table)
+        return
+    summary = full_summary(args)
+    if args.json:
+        print(json.dumps(summary, indent=2, sort_keys=True))
+        return
+    print_summary(summary, console)
+    if args.layers:
+        console.print(layer_table(summary))
+    console.print(serving_table(summary, args.weights or 0, args.slots, args.batch, args.context))
+
+
+def layer_table(summary: dict[str, Any]) -> Table:
+    """Units by precision in every delta-rule layer."""
+    histogram = summary["bits_histogram"]
+    names = sorted(histogram["total"], key=int)
+    table = Table(title=f"{histogram['unit']}s by precision (16: FP16 pivots)")
+    for name in ("layer", *names, "predicted cost"):
+        table.add_column(name, justify="right")
+    costs = summary["predicted"].get("by_layer") or [float("nan")] * len(histogram["layers"])
+    for entry, cost in zip(histogram["layers"], costs, strict=True):
+        table.add_row(str(entry["layer"]), *[str(entry["counts"].get(b, 0)) for b in names], f"{cost:.3g}")
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse arguments and print; return the exit code."""
+    args = _parser().parse_args(argv)
+    return exit_code(lambda: show(args, Console(highlight=False)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Targets as users think of them: bytes of a slot, or requests that must fit, become bits a value (design 2.4, eq. 24).
+
+The largest nominal budget whose solved layout still fits is found by bisection over exact solves; every probe reads the
+same tables, so a target costs a few solves and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from stepquant.errors import InfeasibleError
+from stepquant.layout import KERNEL_GRANULARITY, PageLayout
+from stepquant.memory import GIB, ServingMemory, window_bytes
+from stepquant.passes.context import Context
+from stepquant.passes.pipeline import Pipeline
+
+RESOLUTION = 1 / 256  # bits a value
+
+
+def resolve_budget(pipeline: Pipeline) -> Pipeline:
+    """The pipeline with ``budget.bits`` decided; unchanged where the recipe gives bits itself.
+
+    Raises:
+        InfeasibleError: with the smallest slot that can be had, when the target is below it.
+    """
+    context = pipeline.context
+    budget = context.recipe.budget
+    if budget.target == "bits":
+        return pipeline
+    target = slot_target(context)
+    low, high = 2.0, 8.0
+    smallest = _bytes_at(pipeline, low)
+    if smallest is None or smallest > target:
+        shown = "no plan at 2 bits" if smallest is None else f"{smallest:,} bytes at 2 bits"
+        raise InfeasibleError(
+            f"budget.{budget.target} leaves {target:,} bytes a slot; expected at least the smallest plan, {shown} with "
+            f"{context.recipe.pivots.count} pivots; raise the target or lower pivots.count"
+        )
+    if (largest := _bytes_at(pipeline, high)) is not None and largest <= target:
+        low = high
+    while high - low > RESOLUTION:
+        middle = (low + high) / 2
+        size = _bytes_at(pipeline, middle)
+        low, high = (middle, high) if size is not None and size <= target else (low, middle)
+    context.progress.say(f"budget.{budget.target}: {target:,} bytes a slot give {low:.4f} bits a value")
+    return _with_bits(pipeline, low)
+
+
+def slot_target(context: Context) -> int:
+    """Bytes of state that a slot may take under the recipe's target."""
+    budget, g = context.recipe.budget, context.geometry
+    if budget.bytes_per_request is not None:
+        return budget.bytes_per_request
+    assert budget.concurrency is not None and budget.gpu_memory is not None
+    memory = serving_memory(context, slot=0)
+    slot = memory.slot_for(budget.gpu_memory * budget.gpus, budget.context_length, budget.concurrency)
+    if slot <= g.conv_bytes:
+        raise InfeasibleError(
+            f"budget.concurrency={budget.concurrency} leaves {slot:,} bytes a slot, the convolution state alone takes "
+            f"{g.conv_bytes:,}; lower it, or give more than {budget.gpu_memory * budget.gpus / GIB:.1f} GiB"
+        )
+    return slot - g.conv_bytes
+
+
+def serving_memory(context: Context, slot: int) -> ServingMemory:
+    """Equation 24's terms for the recipe; `slot` is state plus convolution state, bytes."""
+    budget, g, window = context.recipe.budget, context.geometry, context.recipe.window
+    weights = budget.weights_bytes
+    if weights is None:
+        weights = checkpoint_bytes(str(context.recipe.model.path))
+    running = window_bytes(g, window.length, window.dtype)
+    return ServingMemory(weights, slot, g.kv_bytes_per_token, budget.slots_per_request, running)
+
+
+def checkpoint_bytes(path: str) -> int:
+    """Bytes of a checkpoint's text weights (appendix F.3 leaves vision and draft layers out)."""
+    from stepquant.models.checkpoint import resolve_checkpoint
+    from stepquant.models.fingerprint import checkpoint_tensors
+
+    entries = checkpoint_tensors(resolve_checkpoint(path)).items()
+    return sum(e.size for name, e in entries if not any(part in name for part in ("visual", "vision", "mtp.")))
+
+
+def _with_bits(pipeline: Pipeline, bits: float) -> Pipeline:
+    recipe = pipeline.context.recipe
+    context = replace(pipeline.context, recipe=replace(recipe, budget=replace(recipe.budget, bits=bits)))
+    for name, value in vars(pipeline.context).items():  # what was found lazily stays found
+        vars(context).setdefault(name, value)
+    other = Pipeline(context, pipeline.given, pipeline.base_key)
+    other.made.update({n: p for n, p in pipeline.made.items() if other.cache_keys.get(n) == pipeline.cache_keys[n]})
+    other.made.pop("allocation", None)
+    return other
+
+
+def _bytes_at(pipeline: Pipeline, bits: float) -> int | None:
+    """Allocated bytes of the plan at `bits` a value, None where no assignment meets it."""
+    probe = _with_bits(pipeline, bits)
+    try:
+        map_: torch.Tensor = probe["allocation"]["bits"]
+    except InfeasibleError:
+        return None
+    finally:
+        pipeline.made.update({n: p for n, p in probe.made.items() if n != "allocation"})
+    context = probe.context
+    granularity = max(context.recipe.allocation.granularity, KERNEL_GRANULARITY)
+    layout = PageLayout(context.geometry, np.asarray(map_), context.codec.codebook, granularity, context.codec.group)
+    return layout.bytes.allocated

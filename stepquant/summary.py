@@ -1,0 +1,174 @@
+"""What a compile prints and `inspect` shows: one dictionary with stable names, and its tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from stepquant.accounting import account, packable
+from stepquant.codec.spec import PIVOT
+from stepquant.memory import GIB, ServingMemory, window_bytes
+from stepquant.passes.context import Context
+from stepquant.plan import LayoutPlan
+from stepquant.units import format_bytes
+
+SYNTHETIC_NOTE = "SYNTHETIC: made from invented statistics or random weights; for sizes and kernels, never for serving"
+
+
+def bits_histogram(plan: LayoutPlan) -> dict[str, Any]:
+    """Units by precision: in all, and in every layer; 16 are FP16 pivots."""
+    by_head = plan.codec.codebook == "head"
+    map_ = plan.bits[..., 0] if by_head else plan.bits.flatten(1)
+    return {
+        "unit": "head" if by_head else "row",
+        "total": _counts(map_),
+        "layers": [{"layer": i, "counts": _counts(row)} for i, row in zip(plan.geometry.layers, map_, strict=True)],
+    }
+
+
+def _counts(map_: Tensor) -> dict[str, int]:
+    values, counts = map_.unique(return_counts=True)
+    return {str(int(b)): int(n) for b, n in zip(values, counts, strict=True)}
+
+
+def plan_summary(plan: LayoutPlan) -> dict[str, Any]:
+    """Everything that is shown of a plan, JSON-ready."""
+    g = plan.geometry
+    return {
+        "name": plan.name,
+        "synthetic": plan.synthetic,
+        "fingerprint": plan.fingerprint,
+        "weight_format": plan.weight_format,
+        "geometry": g.to_json(),
+        "codec": {"kind": plan.codec.kind, "codebook": plan.codec.codebook, "refits": plan.codec.refits},
+        "packable": packable(plan),
+        "granularity": plan.granularity,
+        "window": {"length": plan.window.length, "dtype": plan.window.dtype},
+        "bits_histogram": bits_histogram(plan),
+        "budget": plan.budget,
+        "predicted": plan.predicted,
+        "settings": plan.settings,
+        "provenance": plan.provenance,
+        "plan_sha256": plan.hash,
+        **account(plan).to_json(),
+    }
+
+
+def serving_memory(summary: dict[str, Any], weights: int, slots: int, fp32: bool = False) -> ServingMemory:
+    """Equation 24's terms of a summarised plan, with its own state or FP32's."""
+    g = summary["geometry"]
+    state = summary["bytes_per_request"]["fp32" if fp32 else "total"]
+    running = 0 if fp32 else summary["bytes_per_running_request"]
+    return ServingMemory(weights, state + g["conv_bytes"], g["kv_bytes_per_token"], slots, running)
+
+
+def dry_run_summary(context: Context, passes: list[str]) -> dict[str, Any]:
+    """Geometry, bytes and projected concurrency from a recipe and a config alone: no weights, no text."""
+    g, recipe = context.geometry, context.recipe
+    bits = recipe.budget.bits
+    found: dict[str, Any] = {
+        "name": recipe.name, "dry_run": True, "geometry": g.to_json(), "unit": context.unit,
+        "units": g.num_delta_layers * g.num_heads * (g.key_dim if context.unit == "row" else 1),
+        "codec": {"kind": context.codec.kind, "codebook": context.codec.codebook, "refits": context.codec.refits},
+        "passes": passes, "window": {"length": recipe.window.length, "dtype": recipe.window.dtype},
+        "bytes_per_running_request": window_bytes(g, recipe.window.length, recipe.window.dtype),
+        "bytes_per_request": {"fp32": g.fp32_bytes}, "synthetic": context.synthetic,
+    }  # fmt: skip
+    if bits is not None:
+        total = estimated_bytes(context, bits)
+        found["bytes_per_request"]["total"] = total
+        found["bits_per_value"] = 8 * total / g.elements
+        found["compression_fp32"] = g.fp32_bytes / total
+        if recipe.budget.gpu_memory is not None:
+            found["concurrency"] = _projected(context, total)
+    return found
+
+
+def estimated_bytes(context: Context, bits: float) -> int:
+    """Bytes of a slot when the budget is used up, before any solve: codes, two scale vectors a head, pivots."""
+    g, count = context.geometry, context.recipe.pivots.count
+    by_head = context.unit == "head"
+    pivot_elements = count * (g.head_elements if by_head else g.value_dim)
+    scaled_heads = g.num_delta_layers * g.num_heads - (count if by_head else 0)
+    codes = (bits * g.elements - 8 * pivot_elements) / 8
+    return int(codes) + scaled_heads * 2 * (g.key_dim + g.value_dim) + 2 * pivot_elements
+
+
+def _projected(context: Context, state: int) -> dict[str, int]:
+    from stepquant.passes.targets import serving_memory as recipe_memory
+
+    budget, g = context.recipe.budget, context.geometry
+    assert budget.gpu_memory is not None
+    memory, length = budget.gpu_memory * budget.gpus, budget.context_length
+    packed = recipe_memory(context, state + g.conv_bytes)
+    plain = recipe_memory(context, g.fp32_bytes + g.conv_bytes)
+    return {"fp32": plain.concurrency(memory, length), "plan": packed.concurrency(memory, length)}
+
+
+def print_summary(summary: dict[str, Any], console: Console | None = None) -> None:
+    """Print a summary (of a plan or of a dry run) as one table on stdout."""
+    console = console or Console(highlight=False)
+    if summary.get("synthetic"):
+        console.print(SYNTHETIC_NOTE, style="bold yellow")
+    g, size = summary["geometry"], summary["bytes_per_request"]
+    table = Table(title=f"{summary['name']}{' (dry run)' if summary.get('dry_run') else ''}", show_header=False)
+    table.add_row("model", f"{g['model_type']}: {len(g['layers'])} delta-rule layers of {g['num_layers']}, "
+                  f"{g['num_heads']} heads, state {g['key_dim']} x {g['value_dim']} ({g['family'].upper()})")  # fmt: skip
+    codec = summary["codec"]
+    table.add_row("codec", f"{codec['kind']}, {codec['codebook']} codebook, {codec['refits']} refit(s)")
+    if "bits_histogram" in summary:
+        histogram = summary["bits_histogram"]
+        parts = [f"{n} x {'FP16' if b == str(PIVOT) else b + ' bits'}" for b, n in histogram["total"].items()]
+        table.add_row(f"{histogram['unit']}s", ", ".join(parts))
+    if "total" in size:
+        table.add_row("bytes a slot", f"{size['total']:,} ({format_bytes(size['total'])}), FP32 {size['fp32']:,}")
+    if "codes" in size:
+        table.add_row("  of which", f"codes {size['codes']:,}, scales {size['scales']:,}, pivots {size['pivots']:,}")
+        table.add_row("  on top", f"padding {size['padding']:,}; the pool allocates {size['allocated']:,}")
+    if "bits_per_value" in summary:
+        table.add_row(
+            "bits a value", f"{summary['bits_per_value']:.4f}, compression {summary['compression_fp32']:.2f}x"
+        )
+    window = summary["window"]
+    running = summary["bytes_per_running_request"]
+    table.add_row("write window", f"{window['length']} token(s)"
+                  + (f" in {window['dtype']}, {running:,} bytes a running request" if running else ""))  # fmt: skip
+    predicted = summary.get("predicted", {})
+    if "solver" in predicted:
+        proof = f", gap {predicted['gap']:.1e}" if "gap" in predicted else ""
+        table.add_row("solver", f"{predicted['solver']}, {predicted['status']}{proof}; predicted cost a token "
+                      f"{predicted['predicted_cost_per_token']:.3g}")  # fmt: skip
+    if "concurrency" in summary:
+        table.add_row("requests", f"{summary['concurrency']['plan']} (FP32 {summary['concurrency']['fp32']})")
+    if "passes" in summary:
+        table.add_row("would run", ", ".join(summary["passes"]))
+    console.print(table)
+
+
+def serving_table(summary: dict[str, Any], weights: int, slots: int, batches: list[int], context: int) -> Table:
+    """Equation 24 for several batch sizes, FP32 beside the plan."""
+    table = Table(
+        title=f"serving memory, GiB: {slots} slot(s) a request, {context} tokens, weights {weights / GIB:.2f}"
+    )
+    for name in ("batch", "state FP32", "state plan", "total FP32", "total plan", "saved"):
+        table.add_column(name, justify="right")
+    for row in serving_rows(summary, weights, slots, batches, context):
+        figures = [f"{row[k] / GIB:.2f}" for k in ("state_fp32", "state_plan", "total_fp32", "total_plan")]
+        table.add_row(str(row["batch"]), *figures, f"{1 - row['total_plan'] / row['total_fp32']:.1%}")
+    return table
+
+
+def serving_rows(
+    summary: dict[str, Any], weights: int, slots: int, batches: list[int], context: int
+) -> list[dict[str, int]]:
+    """The same as data, bytes."""
+    plain, packed = (serving_memory(summary, weights, slots, fp32) for fp32 in (True, False))
+    return [
+        {"batch": b, "context": context, "slots_per_request": slots, "weights": weights,
+         "state_fp32": plain.state(b), "state_plan": packed.state(b),
+         "total_fp32": plain.total(b, context), "total_plan": packed.total(b, context)}
+        for b in batches
+    ]  # fmt: skip

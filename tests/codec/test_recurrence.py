@@ -1,0 +1,92 @@
+"""The recurrence against float64 identities of the paper (equations 1, 5, 15, 19, proposition 1)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepquant.codec.recurrence import expand_gate, replay, states_every, step, transition_rows
+
+
+def draw(seed, kda, batch=2, tokens=12, heads=2, rows=8, columns=6, strongest=6.0):
+    """Random inputs in float64 under proposition 1's conditions: |k| <= 1, beta in [0, 1], gates in [0, 1]."""
+    g = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    def rand(*shape):
+        return torch.rand(*shape, generator=g, dtype=torch.float64)
+
+    q, k = randn(batch, tokens, heads, rows), randn(batch, tokens, heads, rows)
+    k = k / k.norm(dim=-1, keepdim=True)
+    q = q / q.norm(dim=-1, keepdim=True) * rows**-0.5
+    gate = -rand(batch, tokens, heads, *([rows] if kda else [])) * strongest
+    return q, k, randn(batch, tokens, heads, columns), gate, rand(batch, tokens, heads)
+
+
+def transition(k, log_gate, beta):
+    """A = (I - beta k k^T) D of equation 2, written out as a matrix."""
+    eye = torch.eye(k.shape[-1], dtype=k.dtype)
+    gate = expand_gate(log_gate, k).exp().expand_as(k)
+    return (eye - beta[..., None, None] * k.unsqueeze(-1) * k.unsqueeze(-2)) @ torch.diag_embed(gate)
+
+
+@pytest.mark.parametrize("kda", [False, True])
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=25, deadline=None)
+def test_step_is_equation_2(kda, seed):
+    q, k, v, gate, beta = (x[:, 0] for x in draw(seed, kda))
+    state = torch.randn(2, 2, 8, 6, dtype=torch.float64)
+    updated, y = step(state, q, k, v, gate, beta)
+    expected = transition(k, gate, beta) @ state + beta[..., None, None] * k.unsqueeze(-1) * v.unsqueeze(-2)
+    torch.testing.assert_close(updated, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(y, (expected.transpose(-1, -2) @ q.unsqueeze(-1)).squeeze(-1), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kda", [False, True])
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=25, deadline=None)
+def test_errors_propagate_as_equation_5_and_contract(kda, seed):
+    q, k, v, gate, beta = draw(seed, kda)
+    error = torch.randn(2, 2, 8, 6, dtype=torch.float64)
+    reference, disturbed = torch.zeros_like(error), error.clone()
+    for t in range(q.shape[1]):
+        inputs = [x[:, t] for x in (q, k, v, gate, beta)]
+        before = disturbed - reference
+        reference, y = step(reference, *inputs)
+        disturbed, noisy = step(disturbed, *inputs)
+        a = transition(k[:, t], gate[:, t], beta[:, t])
+        torch.testing.assert_close(disturbed - reference, a @ before, rtol=1e-9, atol=1e-12)
+        rows = transition_rows(k[:, t], q[:, t], gate[:, t], beta[:, t])
+        torch.testing.assert_close(noisy - y, torch.einsum("bhk,bhkv->bhv", rows, before), rtol=1e-9, atol=1e-12)
+        assert bool((torch.linalg.matrix_norm(a, 2) <= 1 + 1e-12).all())
+        assert bool((torch.linalg.matrix_norm(a, 2) <= expand_gate(gate[:, t], k[:, t]).exp().amax(-1) + 1e-12).all())
+
+
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=25, deadline=None)
+def test_directional_contraction_is_equation_19(seed):
+    _, k, _, gate, beta = (x[:, 0] for x in draw(seed, kda=False))
+    error = torch.randn(2, 2, 8, 6, dtype=torch.float64)
+    left = (transition(k, gate, beta) @ error).square().sum((-1, -2))
+    along = torch.einsum("bhk,bhkv->bhv", k, error).square().sum(-1)
+    norm = k.square().sum(-1)
+    right = gate.exp().square() * (error.square().sum((-1, -2)) - beta * (2 - beta * norm) * along)
+    torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kda", [False, True])
+@pytest.mark.parametrize("every", [1, 4, 8])
+@pytest.mark.parametrize("strongest", [0.01, 6.0, 300.0])
+def test_chunked_states_match_the_replay(kda, every, strongest):
+    q, k, v, gate, beta = draw(3, kda, tokens=19, strongest=strongest)
+    initial = torch.randn(2, 2, 8, 6, dtype=torch.float64)
+    seen = 0
+    for done, state in states_every(k, v, gate, beta, every, initial):
+        _, expected = replay(*(x[:, :done] for x in (q, k, v, gate, beta)), state=initial)
+        torch.testing.assert_close(state, expected, rtol=1e-10, atol=1e-12)
+        seen = done
+    assert seen == 19 // every * every
