@@ -21,8 +21,8 @@ def compare_plans(first: Path, second: Path) -> dict[str, Any]:
     a, b = load_plan(first), load_plan(second)
     if a.bits.shape != b.bits.shape or a.geometry.value_dim != b.geometry.value_dim:
         raise ArtifactError(
-            f"{first} is for states [layers, heads, rows] {list(a.bits.shape)} x {a.geometry.value_dim} columns, {second} "
-            f"for {list(b.bits.shape)} x {b.geometry.value_dim}; compare plans of one model"
+            f"{first} is for states [layers, heads, rows] {list(a.bits.shape)} x {a.geometry.value_dim} columns, "
+            f"{second} for {list(b.bits.shape)} x {b.geometry.value_dim}; compare plans of one model"
         )
     moved: dict[str, int] = {}
     pairs, counts = _pairs(a, b)

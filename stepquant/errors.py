@@ -1,4 +1,4 @@
-"""Errors that a user can cause and mend: every message names the thing, what was found, what was expected, what to do."""
+"""Errors that a user can cause and mend: a message names the thing, what was found, what was expected, what to do."""
 
 from __future__ import annotations
 

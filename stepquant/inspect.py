@@ -24,14 +24,14 @@ from stepquant.units import parse_bytes
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m stepquant.inspect",
-        description="Show a compiled plan: bits, bytes, serving memory (equation 24). With two plans: where they differ.",
+        description="Show a compiled plan: bits, bytes, serving memory (equation 24); with two plans, their differences.",
     )
     parser.add_argument("plan", type=Path, help="artifact directory of stepquant.compile")
     parser.add_argument("other", type=Path, nargs="?", help="a second artifact to compare with")
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead of tables")
     parser.add_argument("--layers", action="store_true", help="also print the bits of every layer")
     parser.add_argument("--weights", type=_size, default=None, metavar="BYTES",
-                        help="weights of one replica for equation 24, e.g. 17776688128 or 16.56GiB (default 0)")  # fmt: skip
+                        help="weights of one replica, e.g. 17776688128 or 16.56GiB (default 0)")  # fmt: skip
     parser.add_argument("--batch", type=_counts, default=[1, 32, 64, 128, 256, 512], metavar="B,B,...",
                         help="running requests to tabulate (default 1,32,64,128,256,512)")  # fmt: skip
     parser.add_argument(

@@ -116,7 +116,7 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
     g, size = summary["geometry"], summary["bytes_per_request"]
     table = Table(title=f"{summary['name']}{' (dry run)' if summary.get('dry_run') else ''}", show_header=False)
     table.add_row("model", f"{g['model_type']}: {len(g['layers'])} delta-rule layers of {g['num_layers']}, "
-                  f"{g['num_heads']} heads, state {g['key_dim']} x {g['value_dim']} ({g['family'].upper()})")  # fmt: skip
+                  f"{g['num_heads']} heads of {g['key_dim']} x {g['value_dim']} ({g['family'].upper()})")  # fmt: skip
     codec = summary["codec"]
     table.add_row("codec", f"{codec['kind']}, {codec['codebook']} codebook, {codec['refits']} refit(s)")
     if "bits_histogram" in summary:

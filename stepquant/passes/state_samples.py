@@ -52,7 +52,7 @@ class SampleObservation:
                 self.every,
                 recipe.samples.per_layer,
                 recipe.seed * 100_003 + layer,
-            )  # fmt: skip
+            )
             for layer in range(layers)
         ]
         g = context.geometry

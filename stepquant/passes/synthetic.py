@@ -1,7 +1,7 @@
 """Seeded synthetic statistics: plans, bytes and kernels at any size from a geometry alone, no weights.
 
 The distributions are those that small trained models showed: half-lives log-uniform from 0.3 to 3,000 tokens, row
-impact log-normal, errors that fall about fourfold a bit. A plan made from them is marked synthetic wherever it is shown.
+impact log-normal, errors that fall about fourfold a bit. Such a plan is marked synthetic wherever it is shown.
 """
 
 from __future__ import annotations

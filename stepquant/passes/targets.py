@@ -54,7 +54,8 @@ def slot_target(context: Context) -> int:
     budget, g = context.recipe.budget, context.geometry
     if budget.bytes_per_request is not None:
         return budget.bytes_per_request
-    assert budget.concurrency is not None and budget.gpu_memory is not None
+    assert budget.concurrency is not None
+    assert budget.gpu_memory is not None
     memory = serving_memory(context, slot=0)
     slot = memory.slot_for(budget.gpu_memory * budget.gpus, budget.context_length, budget.concurrency)
     if slot <= g.conv_bytes:
@@ -81,7 +82,7 @@ def checkpoint_bytes(path: str) -> int:
     from stepquant.models.fingerprint import checkpoint_tensors
 
     entries = checkpoint_tensors(resolve_checkpoint(path)).items()
-    return sum(e.size for name, e in entries if not any(part in name for part in ("visual", "vision", "mtp.")))
+    return sum(e.end - e.start for name, e in entries if not any(part in name for part in ("visual", "vision", "mtp.")))
 
 
 def _with_bits(pipeline: Pipeline, bits: float) -> Pipeline:
