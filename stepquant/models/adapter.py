@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -174,6 +175,8 @@ def _from_pretrained(
         options["attn_implementation"] = attn_implementation
     if device_map is not None:
         options["device_map"] = device_map
+    elif device.type != "cpu" and importlib.util.find_spec("accelerate"):
+        options["device_map"] = {"": device}  # straight to the device, with no copy of the whole model on the host
     try:
         with quiet_transformers():
             model, info = family.load_auto_class().from_pretrained(str(directory), **options)
@@ -186,7 +189,7 @@ def _from_pretrained(
                 f"{directory} does not match its config: {len(names)} {key.replace('_', ' ')}, first {names[0]}; the "
                 "checkpoint is incomplete or its config.json is another model's"
             )
-    if device_map is None and device.type != "cpu":
+    if "device_map" not in options and device.type != "cpu":
         model = model.to(device)
     return model
 

@@ -37,6 +37,11 @@ class TensorEntry:
     start: int
     end: int
 
+    @property
+    def size(self) -> int:
+        """Bytes of the tensor."""
+        return self.end - self.start
+
 
 def safetensors_files(directory: Path) -> list[Path]:
     """The checkpoint's safetensors files: those its index names, or all of them in name order.
