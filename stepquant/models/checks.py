@@ -248,7 +248,7 @@ def _check_device(device: str, device_map: str | None, loading: str, size: int) 
     memory = sum(torch.cuda.get_device_properties(i).total_memory for i in used)
     if loading == "whole" and size > 0.95 * memory:
         raise ModelError(
-            f"{size / GIB:.1f} GiB of weights do not fit {memory / GIB:.1f} GiB of GPU memory; use model.loading=layerwise"
+            f"{size / GIB:.1f} GiB of weights do not fit {memory / GIB:.1f} GiB on the GPU; use model.loading=layerwise"
             + ("" if device_map else " or model.device_map=auto over several GPUs")
         )
     return f"{device}, {memory / GIB:.1f} GiB"

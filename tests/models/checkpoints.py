@@ -60,6 +60,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "text_config": {
             **_BASE, **_GDN, **_MOE, "num_hidden_layers": 4, "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2,
             "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16, "indexer_compress_ratio": 4,
+            "ple_layer_ids": [2], "ngram_vocab_size_base": 50, "heads_per_ngram": 2, "split_ngram_parts": 2,
+            "make_ngram_vocab_size_divisible_by": 8,
         },
         "vision_config": _VISION,
     },
