@@ -20,12 +20,12 @@ from hydra import initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from stepquant import config_compose as composing
+from stepquant.commands import EXIT_ERROR, EXIT_INTERRUPTED, exit_code
 from stepquant.config_compose import Job
 from stepquant.errors import StepQuantError
 from stepquant.recipe import Recipe
 
 T = TypeVar("T")
-EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 
 
 def hydra_command(
@@ -130,7 +130,8 @@ def _run(
 ) -> int:
     parser = _parser(name)
     args = parser.parse_intermixed_args(None if argv is None else list(argv))
-    try:
+
+    def command() -> int:
         with _configuration():
             if args.help:
                 print(parser.format_help())
@@ -144,13 +145,13 @@ def _run(
                 _show(jobs, args)
                 return 0
         prepared = [prepare(job) for job in jobs]
-        return _run_jobs(main, jobs, prepared)
-    except StepQuantError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_ERROR
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to resume from the last finished step", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        try:
+            return _run_jobs(main, jobs, prepared)
+        except KeyboardInterrupt:
+            print("interrupted; run the same command again to resume from the last finished step", file=sys.stderr)
+            return EXIT_INTERRUPTED
+
+    return exit_code(command)
 
 
 def _run_jobs(main: Callable[[T], int | None], jobs: Sequence[Job], prepared: Sequence[T]) -> int:

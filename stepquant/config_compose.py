@@ -103,7 +103,9 @@ def search_path_override(directory: str) -> str:
 
 
 def describe_groups(root: str) -> str:
-    """The groups and their options, for --help."""
+    """The groups and their options, or the keys of a root without groups, for --help."""
+    if root != "config":
+        return "Keys:\n  " + "\n  ".join(_known_keys(root))
     lines = [f"{group}: {', '.join(_options(group))}" for group in _groups(root)]
     return "Groups (GROUP=NAME), printed with --cfg job:\n  " + "\n  ".join(lines)
 
@@ -180,31 +182,42 @@ def _compose(root: str, fixed: Sequence[Override], swept: Sequence[Override], fi
     with open_dict(config):
         del config["hydra"]
     explicit = [key for override in given for key in _written(override)]
+    labels = [_label(override, files) for override in swept]
+    config = _sweep_paths(config, explicit, labels)
     choice = hydra.runtime.choices.get(GROUP)
     if choice is not None:
         stem, node = files.get(choice, (choice, {}))
         if node.get("method") == "paper":
             explicit += dict(flatten({key: value for key, value in node.items() if key != "defaults"}))
-        config = _finish(config, stem, explicit, [_label(override, files) for override in swept])
-    return Job(config, hydra, tuple(explicit), ",".join(_label(override, files) for override in swept))
+        config = _finish(config, stem, explicit)
+    return Job(config, hydra, tuple(explicit), ",".join(labels))
 
 
-def _finish(config: DictConfig, stem: str, explicit: Collection[str], labels: Sequence[str]) -> DictConfig:
-    """Set a recipe's name, the paths of a sweep's job, the target of the budget and what the method pins."""
-    plain: dict[str, Any] = {str(key): value for key, value in (OmegaConf.to_container(config) or {}).items()}  # type: ignore[union-attr]
-    if plain.get("name") is None:
-        plain["name"] = stem
+def _sweep_paths(config: DictConfig, explicit: Collection[str], labels: Sequence[str]) -> DictConfig:
+    """Give a job of a sweep its own ``output`` and ``json``."""
     parts = [label for label in labels if not label.startswith(f"{GROUP}=") or "output" in explicit]
-    if parts:  # a swept recipe is told apart by its name already
-        folder = ",".join(parts).replace("/", "_")
-        plain["output"] = f"{plain['output'] or 'build/${name}'}/{folder}"
+    plain = _container(config)
+    if parts and plain.get("output"):  # a swept recipe is told apart by its name already
+        plain["output"] = f"{plain['output']}/{','.join(parts).replace('/', '_')}"
     if labels and plain.get("json"):
         path = Path(str(plain["json"]))
         plain["json"] = str(path.with_name(f"{path.stem}.{','.join(labels).replace('/', '_')}{path.suffix}"))
+    return OmegaConf.create(plain)
+
+
+def _finish(config: DictConfig, stem: str, explicit: Collection[str]) -> DictConfig:
+    """Set a recipe's name, the one target of its budget and what its method pins."""
+    plain = _container(config)
+    if plain.get("name") is None:
+        plain["name"] = stem
     plain = rules.resolve_target(plain, explicit)
     if plain.get("method") == "paper":
         plain = rules.apply_paper(plain, frozenset(explicit))
     return OmegaConf.create(plain)
+
+
+def _container(config: DictConfig) -> dict[str, Any]:
+    return {str(key): value for key, value in OmegaConf.to_container(config).items()}  # type: ignore[union-attr]
 
 
 def _written(override: Override) -> list[str]:
@@ -238,8 +251,7 @@ def _known_keys(root: str) -> list[str]:
         from stepquant.recipe import Recipe
 
         return list(Recipe.keys())
-    container = OmegaConf.to_container(compose(root))
-    return [key for key, _ in flatten({str(k): v for k, v in container.items()})]  # type: ignore[union-attr]
+    return [key for key, _ in flatten(_container(compose(root)))]
 
 
 def _explain(error: Exception, root: str, overrides: Sequence[str]) -> str:

@@ -123,7 +123,7 @@ def size(key: str, value: Any) -> int:
     """A positive size in bytes, as a number or with a unit."""
     try:
         parsed = parse_bytes(value)
-    except ValueError:
+    except RecipeError:
         parsed = 0
     if parsed < 1:
         raise refuse(key, value, "a positive size in bytes such as 25165824, 24MiB or 80GiB")

@@ -13,9 +13,6 @@ from stepquant.recipe_checks import PRECISIONS
 if TYPE_CHECKING:
     from stepquant.recipe import BudgetSettings, Recipe
 
-SLOTS_PER_REQUEST = {"off": 1, "no_buffer": 3, "extra_buffer": 5, "extra_buffer_no_overlap": 4}
-"""SGLang's prefix-cache strategies and the slots a running request takes under each (r of equation 24)."""
-
 TARGETS = ("concurrency", "bytes_per_request", "bits")
 """Keys of ``budget`` that can decide the size of a slot; exactly one does."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from stepquant import recipe_rules as rules
 from stepquant.geometry import Family, Geometry
+from stepquant.memory import SLOTS_PER_REQUEST
 from stepquant.recipe_checks import (
     candidates,
     choice,
@@ -98,7 +99,7 @@ class BudgetSettings:
     gpus: int = setting(1, integer(1))
     weights_bytes: int | None = setting(None, optional(size))
     context_length: int = setting(4096, integer(1))
-    strategy: str = setting("extra_buffer", choice(*rules.SLOTS_PER_REQUEST))
+    strategy: str = setting("extra_buffer", choice(*SLOTS_PER_REQUEST))
 
     @property
     def target(self) -> str:
@@ -108,7 +109,7 @@ class BudgetSettings:
     @property
     def slots_per_request(self) -> int:
         """Slots a running request takes under the named SGLang strategy (r of equation 24)."""
-        return rules.SLOTS_PER_REQUEST[self.strategy]
+        return SLOTS_PER_REQUEST[self.strategy]
 
 
 @dataclass(frozen=True)

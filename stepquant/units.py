@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 
+from stepquant.errors import RecipeError
+
 _FACTORS = {
     "": 1,
     "b": 1,
@@ -32,21 +34,21 @@ def parse_bytes(value: int | float | str) -> int:
             1,024; also ``K``, ``M``, ``G``, ``T``) or ``kB``, ``MB``, ``GB``, ``TB`` (powers of 1,000).
 
     Raises:
-        ValueError: when it is no size, or not a whole number of bytes.
+        RecipeError: when it is no size, or not a whole number of bytes.
     """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"{value!r} is no size in bytes")
+        raise RecipeError(f"{value!r} is no size in bytes; expected e.g. 25165824, 24MiB or 80GiB")
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
         factor = _FACTORS.get(match.group(2).lower()) if match else None
         if match is None or factor is None:
-            raise ValueError(f"{value!r} is no size in bytes")
+            raise RecipeError(f"{value!r} is no size in bytes; expected e.g. 25165824, 24MiB or 80GiB")
         digits = match.group(1).replace("_", "")
         if "." not in digits:
             return int(digits) * factor
         return round(float(digits) * factor)
     if not math.isfinite(value) or value != int(value) or value < 0:
-        raise ValueError(f"{value!r} is not a whole number of bytes")
+        raise RecipeError(f"{value!r} is not a whole number of bytes")
     return int(value)
 
 

@@ -271,11 +271,15 @@ def test_warnings_go_to_stderr(capsys):
 
 
 def test_a_command_with_a_root_of_its_own(capsys, tmp_path, monkeypatch):
-    (tmp_path / "probe.yaml").write_text("plan: null\nstreams:\n  count: 4\n")
+    (tmp_path / "probe.yaml").write_text("plan: null\noutput: out\nstreams:\n  count: 4\n")
     monkeypatch.setattr(config, "conf_dir", lambda: tmp_path)
     seen = []
     assert hydra_config_command(seen.append, "probe", "probe", ["plan=build/x"]) == 0
     assert (seen[0].plan, seen[0].streams.count) == ("build/x", 4)
+    assert hydra_config_command(seen.append, "probe", "probe", ["-m", "streams.count=1,2"]) == 0
+    assert [entry.output for entry in seen[1:]] == ["out/streams.count=1", "out/streams.count=2"]
+    assert hydra_config_command(seen.append, "probe", "probe", ["--help"]) == 0
+    assert "streams.count" in capsys.readouterr().out
     assert hydra_config_command(seen.append, "probe", "probe", ["streams.cuont=3"]) == 2
     assert "unknown key streams.cuont (did you mean 'streams.count'?)" in capsys.readouterr().err
 

@@ -149,7 +149,7 @@ def test_byte_sizes_survive_exactly(size):
 
 @pytest.mark.parametrize("value", ["", "MiB", "-3", "1.2.3", "3 parsecs", -1, 1.5, True, None, [3], float("nan")])
 def test_sizes_that_are_none(value):
-    with pytest.raises(ValueError, match="bytes"):
+    with pytest.raises(RecipeError, match="bytes"):
         parse_bytes(value)
 
 
