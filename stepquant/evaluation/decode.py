@@ -114,9 +114,9 @@ def _run(
     for low in range(begin, stop, -(-SPAN // window) * window):
         high = min(low + -(-SPAN // window) * window, stop)
         front, back = max(start - low, 0), -(high - low) % window
-        inputs = (_filled(x, low + front, high, front, back) for x in
-                  (trace.q, trace.k, trace.v, trace.log_gate, trace.beta))  # fmt: skip
-        factors = prepare_windows(*inputs, window, dtype)
+        names = ("q", "k", "v", "log_gate", "beta")
+        q, k, v, gate, beta = (_filled(getattr(trace, name), low + front, high, front, back) for name in names)
+        factors = prepare_windows(q, k, v, gate, beta, window, dtype)
         last = codec if back == 0 else None
         count = factors.v.shape[0]
         for n, (y, before, after) in enumerate(run_windows(factors, state, codec, dtype)):

@@ -1,0 +1,49 @@
+"""Smallest GDN and KDA models, built once, with plans of every kind for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stepquant.codec.spec import PIVOT, CodecSpec
+from stepquant.evaluation.streams import Streams
+from stepquant.models.adapter import LoadedModel, load_model
+from stepquant.models.data import data_fingerprint
+from stepquant.plan import LayoutPlan
+from tests.models.checkpoints import save_checkpoint
+
+TYPES = {"gdn": "qwen3_5", "kda": "kimi_linear"}
+
+
+@pytest.fixture(scope="session", params=["gdn", "kda"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    torch.set_num_threads(1)
+    directory = tmp_path_factory.mktemp("evaluation")
+    return load_model(save_checkpoint(TYPES[request.param], directory), tokenizer=False)
+
+
+@pytest.fixture
+def streams(loaded: LoadedModel) -> Streams:
+    ids = torch.randint(3, 64, (3, 24 + 40 + 1), generator=torch.Generator().manual_seed(0))
+    return Streams(ids, 24, 40, "random tokens", data_fingerprint(ids))
+
+
+def make_plan(loaded: LoadedModel, bits: int = 6, seed: int = 0) -> LayoutPlan:
+    """A packable plan with mixed precision and a pivot: by head for GDN, by row for KDA."""
+    g = loaded.geometry
+    shape = (g.num_delta_layers, g.num_heads, g.key_dim)
+    generator = torch.Generator().manual_seed(seed)
+    choice = torch.tensor([4, 6, 8, PIVOT] if bits == 6 else [2, 4, 6, 8], dtype=torch.uint8)
+    if g.family == "gdn":
+        table = choice[torch.randint(0, 4, shape[:2], generator=generator)].unsqueeze(-1).expand(shape).contiguous()
+    else:
+        table = choice[torch.randint(0, 4, shape, generator=generator)]
+    w = torch.exp(0.2 * torch.randn(shape, generator=generator))
+    spec = CodecSpec(codebook="head" if g.family == "gdn" else "shared", group=8)
+    order = torch.argsort(-table.masked_fill(table == PIVOT, 0).short(), dim=-1, stable=True).short()
+    return LayoutPlan("plan", g, spec, table, w, order, fingerprint=loaded.fingerprint)
+
+
+@pytest.fixture
+def plan(loaded: LoadedModel) -> LayoutPlan:
+    return make_plan(loaded)
