@@ -89,6 +89,8 @@ def build_meta(
         if dtype == "auto":
             stated = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
             dtype = stated if isinstance(stated, torch.dtype) else torch.bfloat16
+        if family.auto_class == "AutoModelForCausalLM":
+            config = config.get_text_config()
         options = {"attn_implementation": attn_implementation} if attn_implementation else {}
         with torch.device("meta"):
             return family.load_auto_class().from_config(config, dtype=dtype, **options)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+
+from stepquant.errors import ModelError
+from stepquant.models.families import FAMILY_TABLE, check_transformers
 
 _BASE = {
     "vocab_size": 64,
@@ -52,7 +56,7 @@ _VISION = {
     "num_position_embeddings": 16,
 }
 
-CONFIGS: dict[str, dict[str, Any]] = {
+_ALL: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_BASE, **_GDN, **_MOE, "num_hidden_layers": 4},
     "qwen3_5": {"text_config": {**_BASE, **_GDN, "num_hidden_layers": 4}, "vision_config": _VISION},
     "qwen3_5_moe": {"text_config": {**_BASE, **_GDN, **_MOE, "num_hidden_layers": 4}, "vision_config": _VISION},
@@ -87,11 +91,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def _available(name: str) -> bool:
+    try:
+        check_transformers(FAMILY_TABLE[name])
+    except ModelError:
+        return False
+    return True
+
+
+CONFIGS = {name: config for name, config in _ALL.items() if _available(name)}
+"""Configurations of the families that the installed transformers has."""
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    """Skip a test where the installed transformers lacks the family."""
+    return pytest.mark.skipif(name not in CONFIGS, reason=f"this transformers has no {name}")
+
+
 def save_checkpoint(model_type: str, directory: Path, seed: int = 0) -> Path:
     """Build the family's smallest model with its own initialisation, larger weights, and save it with transformers."""
     import transformers
-
-    from stepquant.models.families import FAMILY_TABLE
 
     config = transformers.AutoConfig.for_model(model_type, **CONFIGS[model_type])
     auto = transformers.AutoModelForImageTextToText if "text_config" in CONFIGS[model_type] else None

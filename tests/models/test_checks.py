@@ -8,7 +8,7 @@ import time
 import pytest
 
 from stepquant.models.checks import check_all
-from tests.models.checkpoints import CONFIGS, save_checkpoint
+from tests.models.checkpoints import CONFIGS, needs, save_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +74,7 @@ def test_unknown_model_stops_at_the_config(tmp_path):
     assert "not valid JSON" in check_all(tmp_path)[0].detail
 
 
+@needs("kimi_linear")
 def test_random_weights_need_only_a_config(tmp_path):
     config = {"model_type": "kimi_linear", "num_hidden_layers": 27}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -11,7 +11,7 @@ from stepquant.errors import ModelError
 from stepquant.models.adapter import load_model
 from stepquant.models.capture import capture_delta_rule
 from stepquant.models.layerwise import load_layerwise, load_progress
-from tests.models.checkpoints import CONFIGS, save_checkpoint
+from tests.models.checkpoints import CONFIGS, needs, save_checkpoint
 
 torch.set_num_threads(1)
 ROWS, TOKENS = 3, 20
@@ -59,6 +59,7 @@ def test_equals_the_whole_model(name, weights, checkpoints):
     assert all(parameter.is_meta for layer in runner.source.layers for parameter in layer.parameters())
 
 
+@needs("glm5_next")
 def test_resumes_at_the_layer_reached(checkpoints, tmp_path):
     runner = load_layerwise(checkpoints("glm5_next"), device="cpu")
     expected = runner.run(ids(), batch=3, activations="device", last_layer=3)
