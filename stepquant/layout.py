@@ -3,21 +3,22 @@
 A slot (one request's recurrent state) owns one page a layer. A layer's page is the concatenation of its heads, in
 head order, so that a tensor-parallel rank's page is a plain slice of it. A head is laid out as
 
-    shared codebook:  high4 | low4 | low2 | top2 | r[K] fp16 | c[V] fp16 | pivot rows fp16
-    head codebook:    byte (8 bits), high4 | low2 (6), high4 (4) or top2 (2) | r | c;  or the whole head in fp16
+    high4 | low4 | low2 | top2 | r fp16 [K] | c fp16 [V] | pivot rows fp16 [P, V]
+
+with r as [V / group, K] in two-bit heads of the ``head`` codebook, and neither r nor c where a whole head is a pivot.
 
 Rows are stored in *slots*, sorted by precision, highest first and stable, so that equal precisions are contiguous and
 every plane covers an aligned run of slots:
 
 - ``high4``: the upper nibble of every row of 4, 6 or 8 bits; ``low4``: the lower nibble of 8-bit rows; ``low2``: the
   two bits under the nibble of 6-bit rows; ``top2``: rows of 2 bits. In all of them a code stands in units of an 8-bit
-  code, z = 2^(8-b) q in two's complement, so that a row of b bits is the upper b bits of a signed byte.
-- ``byte``: whole signed bytes, for heads that have 8 bits throughout.
+  code, z = 2^(8-b) q in two's complement, so that a row of b bits is the upper b bits of a signed byte. The four levels
+  -3, -1, 1, 3 of a two-bit head are stored as -2, -1, 0, 1.
 
 Words are made for the matrix units: four slots of one value column are four neighbouring bytes. A nibble plane is
 ``[slots/4, V/2, 4]`` bytes, and a byte holds column j in its lower and column j + V/2 in its upper nibble. A two-bit
 plane is ``[slots/8, V/2, 4]`` bytes: slots 8m + i (bits 0-1: column j, 2-3: column j + V/2) and 8m + 4 + i (bits 4-5,
-6-7). The byte plane is ``[slots/4, V, 4]``. Unpacking is then a shift and a mask of whole words.
+6-7). Unpacking is then a shift and a mask of whole words, and gives tiles that the matrix units take as they are.
 
 Counts that are no multiple of the granularity are rounded up from the top: a few rows are kept in slots one precision
 wider than they need (their codes do not change), and the last class is rounded up with unused slots. That is the
@@ -38,7 +39,7 @@ from stepquant.codec.spec import PACKED_MENU, PIVOT
 from stepquant.errors import RecipeError
 
 CLASSES = (8, 6, 4, 2)  # precisions in slot order
-PARTS = ("byte", "high4", "low4", "low2", "top2", "r", "c", "pivots")  # in page order
+PARTS = ("high4", "low4", "low2", "top2", "r", "c", "pivots")  # in page order
 ALIGNMENT = 256  # bytes; where a layer's page may start
 GRANULARITIES = (1, 2, 4, 8, 16)
 KERNEL_GRANULARITY = 8  # slots that the kernels need in one piece: a word of a two-bit plane
@@ -100,8 +101,8 @@ class PageLayout:
         rows: int32 `[L, H, 4]` rows of 8, 6, 4 and 2 bits.
         slots: int32 `[L, H, 4]` slots of each class, rounded to the granularity.
         num_pivots: int32 `[L, H]` FP16 rows of each head.
-        offsets: int64 `[L, H, 8]` byte offsets in the layer's page of `PARTS`; -1 where a head lacks the part.
-        sizes: int64 `[L, H, 8]` bytes of each part.
+        offsets: int64 `[L, H, 7]` byte offsets in the layer's page of `PARTS`; -1 where a head lacks the part.
+        sizes: int64 `[L, H, 7]` bytes of each part.
         head_offsets: int64 `[L, H]` where each head starts in the layer's page.
         layer_bytes: int64 `[L]` bytes of each layer's page, aligned.
         layer_offsets: int64 `[L]` where a layer's page starts if a slot's pages are laid end to end.
@@ -175,16 +176,11 @@ class PageLayout:
 
     def _sizes(self) -> NDArray[np.int64]:
         n8, n6, n4, n2 = np.moveaxis(self.slots.astype(np.int64), -1, 0)
-        v, zero = self.value_dim, np.zeros_like(n8)
-        scaled = ~self.whole_pivot
-        if self.codebook == "head":
-            byte, high, low4 = n8 * v, (n6 + n4) * v // 2, zero
-            groups = np.where(self.rows[..., 3] > 0, v // self.group, 1)
-        else:
-            byte, high, low4 = zero, (n8 + n6 + n4) * v // 2, n8 * v // 2
-            groups = np.ones_like(n8)
+        v, scaled = self.value_dim, ~self.whole_pivot
+        four = (self.codebook == "head") & (n2 > 0)
+        factors = self.key_dim * np.where(four, v // self.group, 1)
         return np.stack(
-            [byte, high, low4, n6 * v // 4, n2 * v // 4, scaled * self.key_dim * groups * 2, scaled * v * 2,
+            [(n8 + n6 + n4) * v // 2, n8 * v // 2, n6 * v // 4, n2 * v // 4, scaled * factors * 2, scaled * v * 2,
              self.num_pivots.astype(np.int64) * v * 2], -1,
         )  # fmt: skip
 
@@ -193,8 +189,8 @@ class PageLayout:
         """Byte counts of each layer."""
         code_bits = (self.rows.astype(np.int64) * np.array(CLASSES)).sum((1, 2))
         codes = code_bits * self.value_dim // 8
-        laid = self.sizes[..., :5].sum((1, 2))
-        scales, pivots = self.sizes[..., 5:7].sum((1, 2)), self.sizes[..., 7].sum(1)
+        laid = self.sizes[..., :4].sum((1, 2))
+        scales, pivots = self.sizes[..., 4:6].sum((1, 2)), self.sizes[..., 6].sum(1)
         total = codes + scales + pivots
         columns = (codes, scales, pivots, laid - codes, total, self.layer_bytes)
         return tuple(ByteCount(*(int(c[i]) for c in columns)) for i in range(self.num_layers))

@@ -101,9 +101,9 @@ class PackedCodec:
         codes = stored.codes.int()
         codes = torch.where(self.four, (codes - 1) >> 1, codes) << self.shift  # four levels 2u + 1 store u
         codes = self._to_slots(torch.where(self.codec.integer, codes, 0).to(torch.uint8))
-        r = stored.r if stored.r.shape[-1] == self.groups else stored.r.expand(*stored.r.shape[:-1], self.groups)
+        r = stored.r * self.codec.integer  # a pivot row's slot holds zero
+        r = r if r.shape[-1] == self.groups else r.expand(*r.shape[:-1], self.groups)
         parts = {
-            "byte": _words(codes, self.word),
             "high4": merge_columns(codes >> 4, 4, self.word),
             "low4": merge_columns(codes & 15, 4, self.word),
             "low2": merge_columns(codes >> 2 & 3, 2, self._crumb_word),
@@ -120,10 +120,8 @@ class PackedCodec:
         k, v = self.layout.key_dim, self.layout.value_dim
         full = torch.nn.functional.pad(pages, (0, 1))[:, self.scatter].unflatten(1, (self.layout.num_heads, -1))
         parts = dict(zip(PARTS, full.split(_full_sizes(k, v, self.groups), -1), strict=True))
-        codes = _rows(parts["byte"], self.word, k)
-        codes = (
-            codes | split_columns(parts["high4"], 4, self.word, k) << 4 | split_columns(parts["low4"], 4, self.word, k)
-        )
+        codes = split_columns(parts["high4"], 4, self.word, k) << 4
+        codes = codes | split_columns(parts["low4"], 4, self.word, k)
         codes = codes | split_columns(parts["low2"], 2, self._crumb_word, k) << 2
         codes = codes | split_columns(parts["top2"], 2, self._crumb_word, k) << 6
         codes = self._to_rows(codes).view(torch.int8).int() >> self.shift
@@ -153,7 +151,7 @@ def _half(x: Tensor) -> Tensor:
 
 def _full_sizes(k: int, v: int, groups: int) -> list[int]:
     """Bytes of each of `PARTS` in the full form of a head."""
-    return [k * v, k * v // 2, k * v // 2, k * v // 4, k * v // 4, 2 * k * groups, 2 * v, 2 * k * v]
+    return [k * v // 2, k * v // 2, k * v // 4, k * v // 4, 2 * k * groups, 2 * v, 2 * k * v]
 
 
 def _byte_maps(layout: PageLayout, layer: int, groups: int) -> tuple[np.ndarray, np.ndarray]:
