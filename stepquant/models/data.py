@@ -21,7 +21,7 @@ from stepquant.models.text import ALTERNATIVES, file_documents, stdlib_documents
 SOURCES = ("builtin", "wikitext2", "file")
 _PIECE = 1 << 16  # characters given to the tokenizer at once
 _CHARACTERS_PER_TOKEN = 16  # no more text is read than this times the tokens asked for
-_MIN_CHARACTERS = 1 << 22
+_MIN_CHARACTERS = 1 << 18
 
 
 @dataclass(frozen=True)
