@@ -109,7 +109,6 @@ def config_dict(name: str) -> dict[str, Any]:
             # transformers gives the MLA latent norm its default of 1e-6 and SGLang this value: keep them equal.
             "rms_norm_eps": 1e-6,
             "rope_theta": 10000.0,
-            "rope_scaling": None,
             "tie_word_embeddings": False,
             "model_max_length": MAX_POSITIONS,
             "max_position_embeddings": MAX_POSITIONS,
@@ -206,7 +205,8 @@ def checkpoint_tensors(model: nn.Module, name: str, seed: int) -> dict[str, torc
             else:
                 out[key] = value
     wide = ("A_log", "dt_bias")
-    return {k: v.bfloat16().float().contiguous() if k.endswith(wide) else v.bfloat16().contiguous() for k, v in out.items()}
+    half = {k: v.bfloat16().contiguous() for k, v in out.items()}
+    return {k: v.float() if k.endswith(wide) else v for k, v in half.items()}
 
 
 def byte_alphabet() -> list[str]:

@@ -17,12 +17,12 @@ import math
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tiny_arch as arch
+import tiny_kernels
 import tiny_text
 import torch
 import torch.nn.functional as F
@@ -30,107 +30,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 LN2 = math.log(2.0)
-GATES: list[torch.Tensor] | None = None
-"""While a list, every delta-rule call appends its log gates, [B, T, H] or [B, T, H, K]."""
-
-
-def fewer_autotune_configs() -> None:
-    """Let Triton's autotuner try four warps and the fewest stages only (call before fla is imported).
-
-    fla's backward kernels otherwise compile for five minutes, most of a short run.
-    """
-    from triton.runtime.autotuner import Autotuner
-
-    original = Autotuner.__init__
-
-    def init(self, fn, arg_names, configs, *args, **kwargs):  # type: ignore[no-untyped-def]
-        kept = [c for c in configs or [] if c.num_warps == 4] or list(configs or [])
-        stages = min((c.num_stages for c in kept), default=0)
-        original(self, fn, arg_names, [c for c in kept if c.num_stages == stages], *args, **kwargs)
-
-    Autotuner.__init__ = init
-
-
-def fla_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(delta rule, convolution) on fla's kernels, under the signatures of transformers' module functions."""
-    from fla.modules.causal_conv1d import causal_conv1d
-    from fla.ops.kda import chunk_kda
-
-    def delta(query, key, value, g, beta, initial_state=None, output_final_state=False, **_):  # type: ignore[no-untyped-def]
-        if g.ndim == 3:
-            g = g[..., None].expand(*g.shape, key.shape[-1])
-        return chunk_kda(
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
-            g.float().contiguous(),
-            beta.to(value.dtype).contiguous(),
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=True,
-        )
-
-    def conv(x, weight, bias=None, activation=None, **_):  # type: ignore[no-untyped-def]
-        y = causal_conv1d(x.transpose(1, 2).contiguous(), weight.to(x.dtype), bias, activation=activation)
-        return (y[0] if isinstance(y, tuple) else y).transpose(1, 2)
-
-    return delta, conv
-
-
-def agrees(fast: Callable[..., Any], slow: Callable[..., Any], inputs: list[torch.Tensor], **kwargs: Any) -> bool:
-    """Whether output and input gradients of two functions differ by less than 8% (relative norms)."""
-    results = []
-    for fn in (fast, slow):
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        out = fn(*leaves, **kwargs)
-        out = (out[0] if isinstance(out, tuple) else out).float()
-        out.square().mean().backward()
-        results.append([out.detach(), *(x.grad.float() for x in leaves)])
-    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(*results, strict=True)]
-    print("relative error against transformers' own function:", [f"{e:.1e}" for e in errors], flush=True)
-    return all(e < 0.08 for e in errors)
-
-
-def install_kernels(name: str, device: str) -> str:
-    """Swap the modelling module's functions for fast, recorded ones; returns what runs the recurrence."""
-    if device == "cuda":
-        fewer_autotune_configs()
-    if name == "tiny_gdn":
-        from transformers.models.qwen3_5 import modeling_qwen3_5 as module
-
-        attribute, key_heads, gate = "torch_chunk_gated_delta_rule", arch.HEADS, ()
-    else:
-        from transformers.models.kimi_linear import modeling_kimi_linear as module
-
-        attribute, key_heads, gate = "chunk_kimi_delta_attention", arch.HEADS, (arch.HEAD_DIM,)
-    # The undecorated torch function: transformers' wrapper may already stand for an fla kernel.
-    chosen = slow = getattr(getattr(module, attribute), "__wrapped__", getattr(module, attribute))
-    used = "torch"
-    if device == "cuda":
-        try:
-            delta, conv = fla_functions()
-            make = lambda *s: torch.randn(2, 256, *s, device=device)  # noqa: E731
-            inputs = [make(key_heads, arch.HEAD_DIM).bfloat16() for _ in range(3)]
-            inputs += [-F.softplus(make(arch.HEADS, *gate) - 2), make(arch.HEADS).sigmoid().bfloat16()]
-            if agrees(delta, slow, inputs, use_qk_l2norm_in_kernel=True):
-                chosen, used = delta, "fla chunk_kda"
-            rows = torch.randn(2, 1024, 256, device=device).bfloat16()
-            taps = torch.randn(1024, arch.CONV, device=device) * 0.5
-            torch_conv = getattr(module.causal_conv1d_fn, "__wrapped__", module.causal_conv1d_fn)
-            if agrees(conv, torch_conv, [rows, taps], activation="silu"):
-                module.causal_conv1d_fn = conv
-                used += ", fla causal_conv1d"
-        except Exception as error:
-            print(f"fla kernels not used: {type(error).__name__}: {error}", flush=True)
-
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        if GATES is not None:
-            GATES.append((kwargs["g"] if "g" in kwargs else args[3]).detach().float())
-        return chosen(*args, **kwargs)
-
-    setattr(module, attribute, recorded)
-    print(f"{name}: delta rule on {used}", flush=True)
-    return used
 
 
 def batch(tokens: torch.Tensor, size: int, length: int, generator: torch.Generator) -> torch.Tensor:
@@ -156,17 +55,15 @@ def quantiles(values: torch.Tensor) -> dict[str, float]:
 @torch.no_grad()
 def evaluate(model: nn.Module, tokens: torch.Tensor, length: int, segments: int, device: str) -> dict[str, Any]:
     """Bits per byte and gate half-lives (tokens) on evenly spaced held-out windows."""
-    global GATES
     model.eval()
     starts = torch.linspace(0, tokens.numel() - length - 1, segments).long()
     losses, gates = [], []
     for i in range(0, segments, 4):
         window = torch.stack([tokens[s : s + length + 1] for s in starts[i : i + 4].tolist()]).long()
-        GATES = [] if i < 16 else None
-        losses.append(loss_of(model, window, device))
-        if GATES is not None:
-            gates.append(GATES)
-    GATES = None
+        with tiny_kernels.recorded_gates() as recorded:
+            losses.append(loss_of(model, window, device))
+        if i < 16:
+            gates.append(recorded)
     means, medians = [], []
     for layer in zip(*gates, strict=True):
         g = torch.cat([x.flatten(0, 1) for x in layer])
@@ -211,9 +108,9 @@ def train(args: argparse.Namespace) -> None:
     began, name, device = time.monotonic(), args.name, args.device
     torch.manual_seed(args.seed)
     torch.backends.cuda.matmul.allow_tf32 = True
-    kernel = install_kernels(name, device)
+    kernel = tiny_kernels.install(name, device)
     if args.require_fla and not kernel.startswith("fla"):
-        raise SystemExit(f"{name}: the delta rule runs on {kernel}, expected fla's chunk_kda; install fla-core and einops")
+        raise SystemExit(f"{name}: delta rule on {kernel}, expected fla's chunk_kda; install fla-core and einops")
     earlier = {}
     if args.resume is None:
         model = arch.build(name)
