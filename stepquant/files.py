@@ -80,8 +80,13 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file atomically; tensors are made contiguous and moved to the CPU."""
+    """Write a safetensors file atomically; tensors are made contiguous, moved to the CPU, and may share memory."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
+    seen: set[int] = set()
+    for name, tensor in plain.items():
+        storage = tensor.untyped_storage().data_ptr()
+        plain[name] = tensor.clone() if storage in seen else tensor  # safetensors refuses shared storage
+        seen.add(storage)
     write_bytes(path, save(plain, metadata=dict(metadata) if metadata else None))
 
 

@@ -58,9 +58,9 @@ def plan_summary(plan: LayoutPlan) -> dict[str, Any]:
 
 
 def serving_memory(summary: dict[str, Any], weights: int, slots: int, fp32: bool = False) -> ServingMemory:
-    """Equation 24's terms of a summarised plan, with its own state or FP32's."""
+    """Equation 24's terms of a summarised plan, with its own state (as the pool allocates it) or FP32's."""
     g = summary["geometry"]
-    state = summary["bytes_per_request"]["fp32" if fp32 else "total"]
+    state = summary["bytes_per_request"]["fp32" if fp32 else "allocated"]
     running = 0 if fp32 else summary["bytes_per_running_request"]
     return ServingMemory(weights, state + g["conv_bytes"], g["kv_bytes_per_token"], slots, running)
 

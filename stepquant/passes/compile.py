@@ -61,6 +61,10 @@ def compile_recipe(recipe: Recipe, quiet: bool = False) -> Compiled:
     verify_plan(context, plan)
     directory = Path(str(recipe.output))
     write_artifact(directory, plan, context.recipe, pipeline.artifact_products(), pipeline.base_key)
+    with progress.step("report"):
+        from stepquant.report import write_report  # plotly is needed here only
+
+        write_report(directory)
     summary = plan_summary(plan)
     result = Compiled(plan, directory, summary, progress.ran, progress.reused, context.model_loaded)
     _report(result, recipe, quiet)

@@ -1,0 +1,34 @@
+"""``python -m stepquant.report DIR [--open]``: write an artifact's report.html again."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+from stepquant.commands import exit_code
+from stepquant.report.page import write_report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse arguments, write the report and print its path; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m stepquant.report", description="Write report.html of an artifact again."
+    )
+    parser.add_argument("plan", type=Path, help="artifact directory of stepquant.compile")
+    parser.add_argument("--open", action="store_true", help="open it in the browser")
+    args = parser.parse_args(argv)
+
+    def run() -> None:
+        path = write_report(args.plan)
+        print(path)
+        if args.open:
+            webbrowser.open(path.resolve().as_uri())
+
+    return exit_code(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
