@@ -39,7 +39,7 @@ class ModelFamily:
         beta_key: config key that doubles the write strength (negative eigenvalues), if the family has one.
         lower_bound_keys: config keys of the gate's lower bound in log space, if it can be bounded.
         grouped: key heads reach the delta rule not yet repeated to the value heads.
-        gate_dtype: dtype in which the modelling file computes the gate.
+        gate_dtype: dtype in which the gate reaches the delta rule: ``float32``, or ``model`` for that of the weights.
     """
 
     model_type: str
@@ -107,7 +107,7 @@ _TABLE = (
     ModelFamily("kimi_linear", "kda", "KimiLinearDeltaAttention", attention="mla", layer_rule="kimi",
                 defaults={**_MLA, "linear_head_dim": 128, "linear_num_heads": 32, "num_hidden_layers": 27}),
     ModelFamily("bailing_hybrid", "kda", "BailingHybridDeltaAttention", attention="mla", period="layer_group_size",
-                lower_bound_keys=("kda_lower_bound",),
+                lower_bound_keys=("kda_lower_bound",), gate_dtype="model",
                 defaults={**_MLA, "head_dim": 128, "num_attention_heads": 32, "num_hidden_layers": 42,
                           "layer_group_size": 6, "short_conv_kernel_size": 4, "kda_safe_gate": True,
                           "kda_lower_bound": -5.0}),

@@ -62,6 +62,8 @@ class LayerwiseModel:
 
     loaded: LoadedModel
     source: LayerSource
+    rows: range = range(0)
+    """Segments of the micro-batch that is running, for observers."""
 
     def run(
         self,
@@ -139,6 +141,7 @@ class LayerwiseModel:
         self.source.prefetch_layer(index + 1)
         outputs: list[Any] = []
         for first in range(0, rows, batch):
+            self.rows = range(first, min(first + batch, rows))
 
             def cut(item: Any, first: int = first) -> Any:
                 if not isinstance(item, Tensor):

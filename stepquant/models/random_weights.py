@@ -1,9 +1,9 @@
 """A model with seeded random weights built from its configuration alone, filled on its device module by module.
 
 Nothing is written and no second copy is ever held, so a 27B or 48B model fits wherever its weights do. Scales follow
-the model's own initialisation, with three changes that make the recurrence behave like a trained one: convolutions of
-unit gain, decay rates log-uniform in 1..16, and time steps whose softplus is log-uniform in 0.001..0.1 (half-lives from
-a token to about 700 tokens).
+the model's own initialisation, with changes that make the recurrence behave like a trained one: convolutions of unit
+gain, decay rates log-uniform in 1..16 (1 for bounded gates), and time steps whose softplus is log-uniform in
+0.001..0.1 (half-lives from a token to about 700 tokens).
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def _fill_special(module: nn.Module) -> None:
         module.weight.normal_(std=module.kernel_size[0] ** -0.5)
     rate, step = getattr(module, "A_log", None), getattr(module, "dt_bias", None)
     if isinstance(rate, Tensor):
-        rate.copy_(torch.empty_like(rate, dtype=torch.float32).uniform_(0.0, math.log(16.0)))
+        bounded = getattr(module, "safe_gate_lower_bound", None) is not None or getattr(module, "safe_gate", False)
+        rate.copy_(torch.empty_like(rate, dtype=torch.float32).uniform_(0.0, 0.0 if bounded else math.log(16.0)))
     if isinstance(step, Tensor):
         dt = torch.empty_like(step, dtype=torch.float32).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         step.copy_(dt + torch.log(-torch.expm1(-dt)))

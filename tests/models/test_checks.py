@@ -28,7 +28,7 @@ def test_every_family_passes(name, tmp_path):
     (path / "tokenizer.json").write_text("{}")
     began = time.monotonic()
     checks = check_all(path, cache_dir=tmp_path / "cache", device="cpu")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10
     assert failed(checks) == {}
     names = ["config", "transformers", "dimensions", "layers", "weights", "tokenizer", "device", "disk", "data"]
     assert [check.name for check in checks] == names

@@ -49,9 +49,17 @@ def test_equals_the_whole_model(name, weights, checkpoints):
     runner = load_layerwise(path, weights=weights, device="cpu")
     seen: dict[int, list[torch.Tensor]] = {}
     order: list[int] = []
-    with capture_delta_rule(runner.loaded, collect(seen)):
+    rows: list[range] = []
+    observe = collect(seen)
+
+    def observer(layer, trace):
+        rows.append(runner.rows)
+        observe(layer, trace)
+
+    with capture_delta_rule(runner.loaded, observer):
         runner.run(ids(), batch=2, on_layer=lambda done: order.append(done.layer))
     assert list(seen) == list(expected)
+    assert rows == [range(2), range(2, 3)] * len(expected)
     for layer, parts in expected.items():
         for ours, theirs in zip(seen[layer], parts, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
