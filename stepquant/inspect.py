@@ -24,7 +24,7 @@ from stepquant.units import parse_bytes
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m stepquant.inspect",
-        description="Show a compiled plan: bits, bytes, serving memory (equation 24); with two plans, their differences.",
+        description="Show a plan: bits, bytes, serving memory (equation 24); with two plans, their differences.",
     )
     parser.add_argument("plan", type=Path, help="artifact directory of stepquant.compile")
     parser.add_argument("other", type=Path, nargs="?", help="a second artifact to compare with")

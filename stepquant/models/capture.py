@@ -145,7 +145,8 @@ class _Interceptor:
                 del trace, call
                 output = function(*args, **kwargs)
                 return output if self.edit is None else (self.edit(layer, output[0]), *output[1:])
-            return _replaced(self.replace(layer, trace), trace)
+            y, state = _replaced(self.replace(layer, trace), trace)
+            return (y if self.edit is None else self.edit(layer, y)), state
 
         return intercepted
 
@@ -189,7 +190,7 @@ def capture_delta_rule(
             they carry an autograd graph where gradients are enabled.
         replace: called as ``replace(layer, trace)`` instead of the native function; returns ``y [B, T, H, V]``, or
             ``(y, final_state)`` where the model keeps a cache. Differentiable replacements keep the graph.
-        edit: called as ``edit(layer, y)`` on the native function's output ``[B, T, H, V]``; what it returns goes on
+        edit: called as ``edit(layer, y)`` on the function's output ``[B, T, H, V]``; what it returns goes on
             into the layer. For gradients and noise at the heads' outputs.
 
     Yields:

@@ -22,6 +22,9 @@ from stepquant.passes.context import Context
 from stepquant.passes.protocol import Product
 
 
+GRADIENT_TOKENS = 8192  # enough for second moments a head; a backward pass costs three forwards
+
+
 class Sensitivity:
     """`sensitivity` `[L, H]`, of one squared output element a token; nats for ``gradient``, relative for ``local``."""
 
@@ -54,6 +57,8 @@ class SensitivityObservation:
         """Forward and backward over one batch `[B, T]`, a segment at a time to bound the graph's memory."""
         local = self.context.recipe.temporal.sensitivity == "local"
         for row in range(tokens.shape[0]):
+            if int(self.count.max()) >= GRADIENT_TOKENS * self.context.geometry.value_dim:
+                return
             seed = self.context.recipe.seed * 1_000_003 + segments.start + row
             if local:
                 self._local(tokens[row : row + 1], seed)
@@ -70,7 +75,7 @@ class SensitivityObservation:
             y.register_hook(lambda gradient: self._add(layer, gradient))
             return y
 
-        with torch.enable_grad(), capture_delta_rule(self.context.model, edit=edit):
+        with torch.enable_grad(), capture_delta_rule(self.context.model, replace=self.context.delta_rule, edit=edit):
             logits = self.context.model.model(input_ids=tokens, use_cache=False).logits[0]
             with torch.no_grad():
                 generator = torch.Generator().manual_seed(seed)
@@ -100,7 +105,7 @@ class SensitivityObservation:
 
         scale: dict[int, Tensor] = {}
         with contextlib.ExitStack() as stack:
-            modules = stack.enter_context(capture_delta_rule(self.context.model, edit=edit))
+            modules = stack.enter_context(capture_delta_rule(self.context.model, replace=self.context.delta_rule, edit=edit))
             for layer, (module, block) in enumerate(zip(modules, _blocks(self.context, modules), strict=True)):
                 handle = module.register_forward_hook(probe(layer), with_kwargs=True)
                 stack.callback(handle.remove)

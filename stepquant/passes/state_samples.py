@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stepquant.codec.recurrence import states_every
+from stepquant.codec.chunks import states_every
 from stepquant.models.capture import DeltaTrace
 from stepquant.passes.context import Context
 from stepquant.passes.protocol import Product

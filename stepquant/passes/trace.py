@@ -52,7 +52,7 @@ def watch_batch(context: Context, tokens: torch.Tensor, rows: range, observation
             observation.observe(layer, trace, rows)
 
     if plain:
-        with torch.no_grad(), capture_delta_rule(context.model, observer):
+        with torch.no_grad(), capture_delta_rule(context.model, observer, context.delta_rule):
             context.model.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
     for observation in observations:
         if getattr(observation, "runs_model", False):

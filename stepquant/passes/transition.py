@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stepquant.codec.recurrence import chunk_factors, decayed_overlap, expand_gate
+from stepquant.codec.chunks import prepare_chunk, split_chunks
 from stepquant.models.capture import DeltaTrace
 from stepquant.passes.context import Context
 from stepquant.passes.protocol import Product
@@ -35,23 +35,22 @@ def transition_diagonals(q: Tensor, k: Tensor, log_gate: Tensor, beta: Tensor, c
     Returns:
         `[N, B, H, K]`, the latest boundary first, N = T // chunk.
     """
-    length, chunks = q.shape[1], q.shape[1] // chunk
+    count = q.shape[1] // chunk
     gram = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], q.shape[3])
     diagonals = []
-    for n in range(chunks):
-        span = slice(length - (n + 1) * chunk, length - n * chunk)
-        queries, keys, gate, strength = (x[:, span].transpose(1, 2) for x in (q, k, log_gate, beta))
-        system, reads, writes = chunk_factors(keys, gate, strength)
-        z = torch.linalg.solve_triangular(system, strength.unsqueeze(-1) * reads, upper=False, unitriangular=True)
-        gates = expand_gate(gate, keys).cumsum(-2)
-        seen = queries * gates.exp() - decayed_overlap(queries, keys, gates, 0) @ z  # r_s = Phi_s^T q_s
-        decay = gates[..., -1, :].exp().expand(keys.shape[:-2] + keys.shape[-1:])  # [B, H, K]
-        cross = (gram @ writes.transpose(-1, -2)) * decay.unsqueeze(-1)  # diag W writes^T, [B, H, K, C]
-        middle = writes @ gram @ writes.transpose(-1, -2)  # [B, H, C, C]
-        half = z.transpose(-1, -2) @ (0.5 * middle) - cross  # [B, H, K, C]
-        outer = half @ z
-        gram = gram * decay.unsqueeze(-1) * decay.unsqueeze(-2)
-        gram = gram + outer + outer.transpose(-1, -2) + seen.transpose(-1, -2) @ seen
+    inputs = (x[:, q.shape[1] - count * chunk :] for x in (q, k, log_gate, beta))
+    queries, keys, gate, strength = (split_chunks(x, chunk) for x in inputs)  # [N, B, H, C, ...]
+    ready = prepare_chunk(keys, gate, strength, queries)
+    z = ready.solve(strength.unsqueeze(-1) * keys * ready.gamma)  # u = -z S for a disturbance S
+    assert ready.mix is not None
+    seen = queries * ready.gamma - ready.mix @ z  # r_s = Phi_s^T q_s
+    reads = seen.transpose(-1, -2) @ seen
+    for n in reversed(range(count)):
+        decay, writes = ready.decay[n], ready.writes[n]
+        spread = gram @ writes.transpose(-1, -2)  # W writes^T, [B, H, K, C]
+        half = z[n].transpose(-1, -2) @ (0.5 * (writes @ spread)) - spread * decay
+        outer = half @ z[n]
+        gram = gram * decay * decay.transpose(-1, -2) + outer + outer.transpose(-1, -2) + reads[n]
         diagonals.append(gram.diagonal(dim1=-2, dim2=-1))
     return torch.stack(diagonals) if diagonals else q.new_zeros(0, q.shape[0], q.shape[2], q.shape[3])
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepquant.codec.recurrence import expand_gate, replay, states_every, step, transition_rows
+from stepquant.codec.chunks import delta_rule, states_every
+from stepquant.codec.recurrence import expand_gate, replay, step, transition_rows
 
 
 def draw(seed, kda, batch=2, tokens=12, heads=2, rows=8, columns=6, strongest=6.0):
@@ -90,3 +91,25 @@ def test_chunked_states_match_the_replay(kda, every, strongest):
         torch.testing.assert_close(state, expected, rtol=1e-10, atol=1e-12)
         seen = done
     assert seen == 19 // every * every
+
+
+@pytest.mark.parametrize("kda", [False, True])
+@pytest.mark.parametrize("tokens", [1, 16, 37, 130])
+@pytest.mark.parametrize("strongest", [0.01, 6.0, 300.0])
+def test_chunked_outputs_match_the_replay(kda, tokens, strongest):
+    q, k, v, gate, beta = draw(4, kda, batch=1, tokens=tokens, strongest=strongest)
+    initial = torch.randn(1, 2, 8, 6, dtype=torch.float64)
+    y, state = delta_rule(q, k, v, gate, beta, initial)
+    expected, final = replay(q, k, v, gate, beta, initial)
+    torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(state, final, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("kda", [False, True])
+def test_chunked_gradients_match_the_replay(kda):
+    inputs = [x.requires_grad_() for x in draw(4, kda, batch=1, tokens=37)]
+    weight = torch.randn(1, 37, 2, 6, dtype=torch.float64)
+    found = torch.autograd.grad((delta_rule(*inputs)[0] * weight).sum(), inputs)
+    expected = torch.autograd.grad((replay(*inputs)[0] * weight).sum(), inputs)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
