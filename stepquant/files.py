@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,18 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a file atomically."""
-    with replacing(path) as temporary:
-        temporary.write_bytes(data)
+    write_together({path: data})
+
+
+def write_together(content: Mapping[Path, bytes]) -> None:
+    """Write several files: all of them whole under temporary names first, then renamed one after the other.
+
+    An error while writing leaves every old file as it was. The last file of `content` is renamed last, so that one that
+    carries the others' hashes belongs there.
+    """
+    with ExitStack() as stack:
+        for path, data in reversed(content.items()):  # the stack unwinds from its end
+            stack.enter_context(replacing(path)).write_bytes(data)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -61,13 +71,14 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        ArtifactError: if the file is missing, too large, not UTF-8 JSON, or not an object.
+        ArtifactError: if the file is missing, too large, not UTF-8 JSON (NaN, infinities and keys that appear twice are
+            none), or not an object.
     """
     try:
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
             raise ArtifactError(f"{path}: {what} has {size} bytes; expected at most {MAX_JSON_BYTES}")
-        value = json.loads(path.read_bytes().decode())
+        value = json.loads(path.read_bytes().decode(), parse_constant=_no_constant, object_pairs_hook=_no_duplicates)
     except FileNotFoundError:
         raise ArtifactError(f"{path}: {what} is missing; compile the plan again or check the directory") from None
     except OSError as error:
@@ -79,15 +90,32 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     return value
 
 
+def _no_constant(name: str) -> None:
+    raise ValueError(f"it holds {name}, expected finite numbers")
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} appears twice")
+    return found
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file atomically; tensors are made contiguous, moved to the CPU, and may share memory."""
+    """Write a safetensors file atomically; see `dump_tensors`."""
+    write_bytes(path, dump_tensors(tensors, metadata))
+
+
+def dump_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """A safetensors file's bytes; tensors are made contiguous, moved to the CPU, and may share memory."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
     seen: set[int] = set()
     for name, tensor in plain.items():
         storage = tensor.untyped_storage().data_ptr()
         plain[name] = tensor.clone() if storage in seen else tensor  # safetensors refuses shared storage
         seen.add(storage)
-    write_bytes(path, save(plain, metadata=dict(metadata) if metadata else None))
+    return save(plain, metadata=dict(metadata) if metadata else None)
 
 
 def read_tensors(path: Path, what: str) -> dict[str, Tensor]:

@@ -14,10 +14,9 @@ from rich.table import Table
 
 from stepquant.commands import exit_code
 from stepquant.compare import compare_plans, comparison_tables
-from stepquant.errors import StepQuantError
 from stepquant.memory import SLOTS_PER_REQUEST
 from stepquant.plan import load_plan
-from stepquant.summary import plan_summary, print_summary, serving_memory, serving_rows, serving_table
+from stepquant.summary import plain_console, plan_summary, print_summary, serving_memory, serving_rows, serving_table
 from stepquant.units import parse_bytes
 
 
@@ -47,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 def _size(text: str) -> int:
     try:
         return parse_bytes(text)
-    except StepQuantError as error:
+    except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
@@ -119,7 +118,7 @@ def layer_table(summary: dict[str, Any]) -> Table:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse arguments and print; return the exit code."""
     args = _parser().parse_args(argv)
-    return exit_code(lambda: show(args, Console(highlight=False)))
+    return exit_code(lambda: show(args, plain_console()))
 
 
 if __name__ == "__main__":

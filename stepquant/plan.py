@@ -7,6 +7,7 @@ ever executed.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,10 +16,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from stepquant.codec.spec import MENU, PIVOT, CodecKind, CodecSpec
+from stepquant.codec.spec import MENU, PIVOT, CodecSpec
 from stepquant.errors import ArtifactError, StepQuantError
-from stepquant.files import hash_tensors, read_json, read_tensors, write_json, write_tensors
+from stepquant.files import dump_json, dump_tensors, hash_json, hash_tensors, read_json, read_tensors, write_together
 from stepquant.geometry import Geometry
+from stepquant.plan_checks import check_codec, check_facts, geometry_from_json
 
 SCHEMA_VERSION = 1
 PLAN_JSON, PLAN_TENSORS = "plan.json", "plan.safetensors"
@@ -99,6 +101,7 @@ class LayoutPlan:
         _check_tensor(where, "bits", self.bits, torch.uint8, shape)
         _check_tensor(where, "w", self.w, torch.float32, shape)
         _check_tensor(where, "permutation", self.permutation, torch.int16, shape)
+        check_codec(where, self.codec, self.geometry.value_dim)
         menu = set(MENU) | {PIVOT} if self.codec.kind != "float" else {PIVOT, 32}
         found = set(self.bits.unique().tolist())
         if found - menu:
@@ -116,18 +119,24 @@ class LayoutPlan:
             raise ArtifactError(f"{where}: window.dtype is {self.window.dtype!r}; expected {get_args(WindowDtype)}")
         if self.granularity not in GRANULARITIES:
             raise ArtifactError(f"{where}: granularity is {self.granularity}; expected one of {GRANULARITIES}")
-        if self.codec.kind not in get_args(CodecKind):
-            raise ArtifactError(f"{where}: codec.kind is {self.codec.kind!r}; expected one of {get_args(CodecKind)}")
+        check_facts(where, self)
 
     def save(self, directory: Path) -> None:
-        """Write plan.safetensors, then plan.json, each atomically; plan.json carries the tensors' hash."""
+        """Write plan.safetensors and plan.json together, plan.json last; it carries the hashes of both."""
+        write_together({directory / name: data for name, data in self.files().items()})
+
+    def files(self) -> dict[str, bytes]:
+        """The plan's files by name, plan.json last.
+
+        Raises:
+            ArtifactError: when the plan contradicts itself.
+        """
         self.verify()
-        write_tensors(directory / PLAN_TENSORS, self.tensors)
-        write_json(directory / PLAN_JSON, self.to_json())
+        return {PLAN_TENSORS: dump_tensors(self.tensors), PLAN_JSON: dump_json(self.to_json()).encode()}
 
     def to_json(self) -> dict[str, Any]:
-        """The content of plan.json."""
-        return {
+        """The content of plan.json; ``json_sha256`` covers all of the rest."""
+        data = {
             "schema_version": SCHEMA_VERSION,
             "name": self.name,
             "geometry": self.geometry.to_json(),
@@ -144,12 +153,13 @@ class LayoutPlan:
             "tensors_sha256": hash_tensors(self.tensors),
             "plan_sha256": self.hash,
         }
+        return {**data, "json_sha256": _json_hash(data)}
 
 
 _KEYS = {
     "schema_version": int, "name": str, "geometry": dict, "codec": dict, "window": dict, "granularity": int,
     "fingerprint": str, "weight_format": str, "synthetic": bool, "budget": dict, "predicted": dict,
-    "settings": dict, "provenance": dict, "tensors_sha256": str, "plan_sha256": str,
+    "settings": dict, "provenance": dict, "tensors_sha256": str, "plan_sha256": str, "json_sha256": str,
 }  # fmt: skip
 
 
@@ -186,7 +196,7 @@ def load_plan(directory: str | Path) -> LayoutPlan:
     try:
         plan = LayoutPlan(
             name=data["name"],
-            geometry=Geometry.from_json(data["geometry"]),
+            geometry=geometry_from_json(data["geometry"]),
             codec=_dataclass(CodecSpec, data["codec"], "codec"),
             window=_dataclass(WindowSpec, data["window"], "window"),
             granularity=data["granularity"],
@@ -204,9 +214,16 @@ def load_plan(directory: str | Path) -> LayoutPlan:
     except StepQuantError as error:
         raise ArtifactError(f"{path}: {error}") from None
     plan.verify(str(path))
+    if data["json_sha256"] != _json_hash({name: value for name, value in data.items() if name != "json_sha256"}):
+        raise ArtifactError(f"{path}: json_sha256 does not match the rest; it was edited: compile it again")
     if plan.hash != data["plan_sha256"]:
         raise ArtifactError(f"{path}: plan_sha256 does not match the plan's content; it was edited: compile it again")
     return plan
+
+
+def _json_hash(data: dict[str, Any]) -> str:
+    """Hash of JSON as it will be read back (keys as strings, tuples as lists)."""
+    return hash_json(json.loads(json.dumps(data)))
 
 
 def _dataclass(kind: Any, data: dict[str, Any], where: str) -> Any:

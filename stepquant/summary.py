@@ -108,9 +108,14 @@ def _projected(context: Context, state: int) -> dict[str, int]:
     return {"fp32": plain.concurrency(memory, length), "plan": packed.concurrency(memory, length)}
 
 
+def plain_console() -> Console:
+    """A console that shows text as it is: a name in a plan may look like markup or an emoji code."""
+    return Console(highlight=False, markup=False, emoji=False)
+
+
 def print_summary(summary: dict[str, Any], console: Console | None = None) -> None:
     """Print a summary (of a plan or of a dry run) as one table on stdout."""
-    console = console or Console(highlight=False)
+    console = console or plain_console()
     if summary.get("synthetic"):
         console.print(SYNTHETIC_NOTE, style="bold yellow")
     g, size = summary["geometry"], summary["bytes_per_request"]
@@ -139,8 +144,9 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
     predicted = summary.get("predicted", {})
     if "solver" in predicted:
         proof = f", gap {predicted['gap']:.1e}" if "gap" in predicted else ""
-        table.add_row("solver", f"{predicted['solver']}, {predicted['status']}{proof}; predicted cost a token "
-                      f"{predicted['predicted_cost_per_token']:.3g}")  # fmt: skip
+        cost = predicted.get("predicted_cost_per_token", float("nan"))
+        table.add_row("solver", f"{predicted['solver']}, {predicted.get('status', '-')}{proof}; predicted cost a token "
+                      f"{cost:.3g}")  # fmt: skip
     if "concurrency" in summary:
         table.add_row("requests", f"{summary['concurrency']['plan']} (FP32 {summary['concurrency']['fp32']})")
     if "passes" in summary:
