@@ -1,0 +1,170 @@
+"""Shared building blocks of the generated kernels: gates, constants of a head, fit. See `tile` for the shapes."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from stepquant.codegen.planes import T_BITS, T_ROW, table_offset
+from stepquant.codegen.tile import factor_rows, max_rows, spread_columns, spread_rows, sum_columns, sum_rows
+from stepquant.codegen.words import ROUND, power_of_two, reciprocal, square_root, to_scale
+
+
+@triton.jit
+def softplus(x):
+    return tl.where(x <= 20.0, tl.log(1.0 + tl.exp(x)), x)
+
+
+@triton.jit
+def decay_of(p_a, p_dt_bias, a_log, o, inside):
+    """exp(-exp(A_log) softplus(a + dt_bias)), the gate of a head (a scalar offset) or of its rows."""
+    a = tl.load(p_a + o, mask=inside, other=0).to(tl.float32)
+    dt_bias = tl.load(p_dt_bias + o, mask=inside, other=0).to(tl.float32)
+    return tl.exp(-tl.exp(a_log) * softplus(a + dt_bias))
+
+
+@triton.jit
+def quantise(y, inv_c, step, top, FOUR: tl.constexpr):
+    """Nearest code of `y / c` in units of z: a multiple of `step` within `top`, ties to even; y is X / r."""
+    if FOUR:  # sign and magnitude, threshold at 2 code units; zero counts as positive
+        t = y * inv_c
+        size = tl.where(tl.abs(t) >= 64.0, 96.0, 32.0)
+        z = tl.where(t < 0, -size, size) * top
+    else:
+        shift = ROUND * step  # rounds to a multiple of step
+        z = (y * inv_c + shift) - shift
+        z = tl.minimum(tl.maximum(z, -top), top)
+    return z
+
+
+@triton.jit
+def fit_codes(
+    x, w, inv_w, step, top, inv_top, unit, M: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
+    REFITS: tl.constexpr, UNIFORM: tl.constexpr, FOUR: tl.constexpr,
+):  # fmt: skip
+    """Dual-axis fit of a head held on the chip.
+
+    Args:
+        x: the state tile, FP32; zero in columns that do not exist.
+        w: row weights, compact; inv_w: 1 / (n w), n the columns that share a row factor.
+        step, top: z of one code and of the largest one, against the tile; inv_top: 1 / top. Scalars in a uniform head
+            (where rows that do not exist are zero anyway); otherwise rows without codes have a top and inv_top of 0.
+            In four-level heads top is 1 in rows that exist.
+        unit: what a stored row factor is multiplied by to be in units of z.
+
+    Returns:
+        The tile of codes in units of z, r and c in FP16, compact.
+    """
+    V: tl.constexpr = 2 * G * C
+    n: tl.constexpr = C if FOUR else V
+    r = to_scale(square_root(tl.maximum(sum_columns(tl.abs(x), M, G, FOUR) * inv_w, 1e-20 * n * inv_w)))
+    rho = r.to(tl.float32) * unit
+    weight = rho * w
+    y = x * spread_rows(reciprocal(rho), M, G, FOUR)
+    if UNIFORM:
+        c = to_scale(max_rows(tl.abs(y), V) * inv_top)
+    else:
+        c = to_scale(max_rows(tl.abs(y) * inv_top, V))
+    z = quantise(y, spread_columns(reciprocal(c.to(tl.float32)), G, C), step, top, FOUR)
+    for _ in tl.static_range(REFITS):
+        part = z * spread_rows(weight * weight, M, G, FOUR)
+        numerator, denominator = sum_rows(part * y, part * z, V)
+        refit = to_scale(numerator * reciprocal(tl.maximum(denominator, 1e-37)))
+        c = tl.where(denominator > 0, refit, c)
+        z = quantise(y, spread_columns(reciprocal(c.to(tl.float32)), G, C), step, top, FOUR)
+    return z, r, c
+
+
+@triton.jit
+def code_constants(p_bits, p_table, slot, K: tl.constexpr, M: tl.constexpr, UNIFORM: tl.constexpr, FOUR: tl.constexpr):
+    """z of one code, of the largest one and its reciprocal, as `fit_codes` takes them, and the unit of row factors.
+
+    In the ``head`` codebook a code stands for q, not for z = 2^(8-b) q: the unit of its row factors is 2^(b-8).
+    """
+    if FOUR:
+        step, top, inv_top, unit = 32.0, 1.0, 1.0 / 96.0, 1.0 / 32.0
+        if K < 8 * M:
+            top = spread_rows(tl.where(slot < K, 1.0, 0.0), M, 1, False)
+    elif UNIFORM:
+        bits = tl.load(p_table + T_BITS)
+        step = power_of_two(8 - bits)
+        top, inv_top, unit = 128.0 - step, _inverse_top(bits), power_of_two(bits - 8)
+    else:
+        bits = tl.load(p_bits + slot, mask=slot < K, other=16).to(tl.int32)
+        coded = bits < 16
+        step = power_of_two(tl.where(coded, 8 - bits, 0))
+        top = spread_rows(tl.where(coded, 128.0 - step, 0.0), M, 1, False)
+        inv_top = spread_rows(tl.where(coded, _inverse_top(bits), 0.0), M, 1, False)
+        step, unit = spread_rows(step, M, 1, False), 1.0
+    return step, top, inv_top, unit
+
+
+@triton.jit
+def _inverse_top(bits):
+    """1 / (128 - 2^(8-bits)) for 2, 4, 6 and 8 bits, correctly rounded."""
+    small = tl.where(bits == 4, 1.0 / 112.0, 1.0 / 64.0)
+    return tl.where(bits == 8, 1.0 / 127.0, tl.where(bits == 6, 1.0 / 124.0, small))
+
+
+@triton.jit
+def row_factors(
+    p_page, p_table, slot, K: tl.constexpr, KP: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, FOUR: tl.constexpr
+):
+    """Pointers to the stored row factors, compact, and which exist; HALF is the groups of half the columns (J / C)."""
+    p_r = (p_page + table_offset(p_table, T_ROW)).to(tl.pointer_type(tl.float16))
+    if FOUR:
+        row, g, h = factor_rows(KP, G)
+        slot = 8 * (row // 8) + 4 * (row % 2) + (row // 2) % 4
+        p_r, inside = p_r + (HALF * h + g) * K + slot, (slot < K) & (g < HALF)
+    else:
+        p_r, inside = p_r + slot, slot < K
+    return p_r, inside
+
+
+@triton.jit
+def load_pivots(p_pivots, o_p, n_pivots, col, col_in, V: tl.constexpr):
+    """Rows `o_p` of the FP16 rows of a head, `[PB, VP]` in FP32; rows past the last are zero."""
+    inside = (o_p < n_pivots)[:, None] & col_in[None, :]
+    return tl.load(p_pivots + o_p[:, None] * V + col[None, :], mask=inside, other=0).to(tl.float32)
+
+
+@triton.jit
+def store_pivots(p_pivots, x, o_p, n_pivots, col, col_in, V: tl.constexpr):
+    """Inverse of `load_pivots`; saturates instead of overflowing."""
+    x = tl.minimum(tl.maximum(x, -65504.0), 65504.0).to(tl.float16)
+    tl.store(p_pivots + o_p[:, None] * V + col[None, :], x, mask=(o_p < n_pivots)[:, None] & col_in[None, :])
+
+
+@triton.jit
+def pivot_vector(x, o_p, n_pivots, K: tl.constexpr, KP: tl.constexpr):
+    """Entries of compact rows for pivot rows `o_p`, `[PB, 1]`, zero past the last; pivots are in the last slots."""
+    slot = tl.minimum(K - n_pivots + o_p, KP - 1)
+    compact = 8 * (slot // 8) + 2 * (slot % 4) + (slot // 4) % 2
+    return tl.where(o_p < n_pivots, tl.gather(x, compact, 0), 0.0)[:, None]
+
+
+@triton.jit
+def read_pivots(
+    h_k, h_q, p_pivots, n_pivots, x_k, x_q, decay, col, col_in,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, PB: tl.constexpr,
+):  # fmt: skip
+    """Add the FP16 rows' share of k^T D S and q^T D S, `PB` rows at a time; `decay` is a compact vector."""
+    for first in range(0, n_pivots, PB):
+        o_p = first + tl.arange(0, PB)
+        x = load_pivots(p_pivots, o_p, n_pivots, col, col_in, V)
+        h_k += tl.sum(x * pivot_vector(decay * x_k, o_p, n_pivots, K, KP), 0)
+        h_q += tl.sum(x * pivot_vector(decay * x_q, o_p, n_pivots, K, KP), 0)
+    return h_k, h_q
+
+
+@triton.jit
+def update_pivots(
+    p_pivots, n_pivots, x_k, u, decay, col, col_in,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, PB: tl.constexpr,
+):  # fmt: skip
+    """Replace the FP16 rows by D S + k u^T."""
+    for first in range(0, n_pivots, PB):
+        o_p = first + tl.arange(0, PB)
+        x = load_pivots(p_pivots, o_p, n_pivots, col, col_in, V) * pivot_vector(decay, o_p, n_pivots, K, KP)
+        x += pivot_vector(x_k, o_p, n_pivots, K, KP) * u[None, :]
+        store_pivots(p_pivots, x, o_p, n_pivots, col, col_in, V)

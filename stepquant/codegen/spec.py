@@ -1,0 +1,122 @@
+"""What a plan's kernels are specialised to: shapes, precisions, codebook, window. Counts of rows are data, not code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from stepquant.codec.spec import PIVOT, CodecSpec
+from stepquant.errors import BackendError
+from stepquant.layout import KERNEL_GRANULARITY, PageLayout
+
+
+def power_of_two(n: int) -> int:
+    """Smallest power of two that is at least `n`."""
+    return 1 << (n - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """Compile-time facts of a plan's kernels.
+
+    Attributes:
+        family: ``gdn`` (a gate a head; q, k and v may come packed) or ``kda`` (a gate a key row).
+        num_heads, num_key_heads, key_dim, value_dim: of one layer, on this rank.
+        precisions: integer precisions that occur, ascending.
+        uniform: every head has one precision (the ``head`` codebook).
+        four: some heads are in the four-level two-bit codebook; `group` columns share a row factor there.
+        pivots: ``none``, ``rows`` of otherwise packed heads, or ``heads`` only.
+        permuted: rows are stored in another order than the model's.
+        refits: least-squares refits of the column scales.
+        window: tokens between two writebacks; buffer: dtype of its buffers.
+    """
+
+    family: Literal["gdn", "kda"]
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    precisions: tuple[int, ...]
+    uniform: bool
+    four: bool
+    pivots: Literal["none", "rows", "heads"]
+    permuted: bool
+    group: int = 32
+    refits: int = 1
+    window: int = 1
+    buffer: str = "fp16"
+
+    @classmethod
+    def of(
+        cls, family: Literal["gdn", "kda"], num_key_heads: int, layout: PageLayout, codec: CodecSpec,
+        window: int = 1, buffer: str = "fp16",
+    ) -> KernelSpec:  # fmt: skip
+        """Read the spec off a page layout.
+
+        Raises:
+            BackendError: where the kernels cannot take the layout.
+        """
+        if codec.kind != "dual_axis":
+            raise BackendError(f"codec.kind is {codec.kind!r}; only 'dual_axis' has kernels")
+        if layout.granularity % KERNEL_GRANULARITY:
+            raise BackendError(f"pages have a granularity of {layout.granularity}; kernels need {KERNEL_GRANULARITY}")
+        bits = layout.bits
+        precisions = tuple(int(b) for b in np.unique(bits) if b != PIVOT)
+        four = codec.codebook == "head" and 2 in precisions
+        if four and ((layout.value_dim // 2) % codec.group or codec.group & (codec.group - 1)):
+            raise BackendError(f"two-bit heads need half of {layout.value_dim} columns in groups of {codec.group}")
+        whole, some = layout.whole_pivot, layout.num_pivots > 0
+        pivots = "none" if not some.any() else "heads" if bool((some == whole).all()) else "rows"
+        identity = bool((layout.permutation == np.arange(layout.key_dim)).all())
+        return cls(
+            family, layout.num_heads, num_key_heads, layout.key_dim, layout.value_dim, precisions,
+            codec.codebook == "head", four, pivots, not identity, codec.group, codec.refits, window, buffer,
+        )  # fmt: skip
+
+    @property
+    def constants(self) -> Mapping[str, int | bool]:
+        """Names and values that a generated file binds."""
+        m, j = power_of_two(self.key_dim // 8), power_of_two(self.value_dim // 2)
+        high = any(b in self.precisions for b in (4, 6, 8))
+        return {
+            "H": self.num_heads, "HK": self.num_key_heads, "K": self.key_dim, "V": self.value_dim,
+            "M": m, "J": self.value_dim // 2, "JP": j, "KP": 8 * m, "VP": 2 * j, "GROUP": min(self.group, j),
+            "NIBBLES": high, "EIGHT": 8 in self.precisions, "SIX": 6 in self.precisions,
+            "TWO": 2 in self.precisions and not self.uniform, "REFITS": self.refits,
+            "PIVOT_BLOCK": min(32, 8 * m) if self.uniform else 8, "W": self.window,
+        }  # fmt: skip
+
+
+def head_tables(layout: PageLayout, layer: int, w: ArrayLike, spec: KernelSpec) -> dict[str, np.ndarray]:
+    """The data that a layer's kernels read beside the pages, as numpy arrays.
+
+    Returns:
+        ``table`` int32 `[H, 16]` (columns in `planes`), ``row_w`` float32 `[2, H, K]` (w and 1 / (n w) in slot order, n
+        the columns that share a row factor), ``row_bits`` uint8 `[H, K]` and ``order`` int32 `[H, K]` (slot order).
+    """
+    heads = np.arange(layout.num_heads)[:, None]
+    order = layout.permutation[layer].astype(np.int32)
+    bits = layout.bits[layer][heads, order]
+    weights = np.asarray(w, dtype=np.float32)[heads, order]
+    four = spec.four & (bits[:, :1] == 2)
+    columns = np.where(four, layout.group, layout.value_dim).astype(np.float32)
+    table = np.zeros((layout.num_heads, 16), np.int32)
+    table[:, :7] = layout.offsets[layer]
+    slots = layout.slots[layer] // KERNEL_GRANULARITY
+    table[:, 7] = slots[:, :3].sum(-1)
+    table[:, 8] = slots[:, 0]
+    table[:, 9] = slots[:, :2].sum(-1)
+    table[:, 10] = slots.sum(-1)
+    table[:, 11] = layout.num_pivots[layer]
+    table[:, 12] = np.where(layout.whole_pivot[layer], 2, np.where(four[:, 0], 1, 0))
+    table[:, 13] = bits[:, 0]
+    return {
+        "table": table,
+        "row_w": np.stack([weights, 1 / (columns * weights)]).astype(np.float32),
+        "row_bits": np.ascontiguousarray(bits),
+        "order": order,
+    }

@@ -1,0 +1,86 @@
+"""Run the generated kernels of a plan on packed pages: decode step, pack and unpack.
+
+The source is generated here from the layout and the codec; an artifact's own text is only compared with it
+(`expected_hash`), never executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import triton
+from torch import Tensor
+
+from stepquant.codec.spec import CodecSpec
+from stepquant.codegen.generate import generate, load_source, source_hash
+from stepquant.codegen.spec import KernelSpec, head_tables
+from stepquant.errors import ArtifactError
+from stepquant.layout import PageLayout
+
+
+class PackedKernels:
+    """The kernels of one plan on one device.
+
+    Args:
+        layout: pages of this rank.
+        w: row weights float32 `[L, H, K]` of this rank.
+        codec: codec settings.
+        family: ``gdn`` or ``kda``.
+        num_key_heads: key heads of this rank.
+        plan_hash: identity of the plan.
+        window, buffer: write window.
+        device: where pages and tables live.
+        expected_hash: hash of the source that the artifact was made with.
+
+    Raises:
+        ArtifactError: if the source generated now is another one than the artifact's.
+        BackendError: if the kernels cannot take the layout.
+    """
+
+    def __init__(
+        self, layout: PageLayout, w: Tensor, codec: CodecSpec, family: Literal["gdn", "kda"], num_key_heads: int,
+        plan_hash: str, window: int = 1, buffer: str = "fp16", device: torch.device | str = "cuda",
+        expected_hash: str | None = None,
+    ) -> None:  # fmt: skip
+        self.spec = KernelSpec.of(family, num_key_heads, layout, codec, window, buffer)
+        self.layout, self.device = layout, torch.device(device)
+        self.sources = generate(self.spec, plan_hash)
+        found = source_hash(self.sources)
+        if expected_hash is not None and found != expected_hash:
+            raise ArtifactError(
+                f"kernels/ was generated as {expected_hash[:16]}, this stepquant generates {found[:16]}; "
+                "compile the plan again with this version"
+            )
+        self.modules = {name: load_source(name, text) for name, text in self.sources.items()}
+        self.tables = [
+            {name: torch.from_numpy(x).to(self.device) for name, x in head_tables(layout, i, w[i], self.spec).items()}
+            for i in range(layout.num_layers)
+        ]
+        self.options: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": True}
+
+    def step(
+        self, layer: int, pages: Tensor, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+        A_log: Tensor, dt_bias: Tensor, scale: float, out: Tensor, l2norm: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """One decode step of a layer in place: pages are updated, `out` is filled and returned.
+
+        Args:
+            pages: uint8 `[slots, page_bytes]`, any slot stride that is a multiple of 16.
+            slots: int32 or int64 `[B]`; -1 marks padding, which touches nothing and gives zeros.
+            q, k: `[B, HK, K]`; v: `[B, H, V]`; the last two axes contiguous, any token stride (views of a packed
+                projection will do). a: `[B, H]` (GDN) or `[B, H * K]` (KDA); b: `[B, H]`.
+            A_log: `[H]`; dt_bias: `[H]` or `[H * K]`.
+            scale: multiplies q. out: `[B, H, V]`. l2norm: normalise q and k here.
+        """
+        table = self.tables[layer]
+        self._launch(
+            "step", (self.spec.num_heads, slots.shape[0]), pages, pages.stride(0), table["table"], table["row_w"],
+            table["row_bits"], table["order"], slots, slots.stride(0), q, q.stride(0), k, k.stride(0), v, v.stride(0),
+            a, a.stride(0), b, b.stride(0), A_log, dt_bias, scale, out, out.stride(0), l2norm,
+        )  # fmt: skip
+        return out
+
+    def _launch(self, name: str, grid: Sequence[int], *args: Any) -> None:
+        getattr(self.modules[name], name)[tuple(grid)](*args, **self.options)
