@@ -52,7 +52,7 @@ def _pairs(a: LayoutPlan, b: LayoutPlan) -> tuple[list[tuple[int, int]], list[in
 
 def _head(plan: LayoutPlan) -> dict[str, Any]:
     figures = account(plan)
-    return {"name": plan.name, "plan_sha256": plan.hash, "total": figures.slot.total,
+    return {"name": plan.name, "synthetic": plan.synthetic, "plan_sha256": plan.hash, "total": figures.slot.total,
             "allocated": figures.slot.allocated, "bytes_per_running_request": figures.running,
             "bits_per_value": figures.bits_per_value,
             "predicted_cost_per_token": plan.predicted.get("predicted_cost_per_token")}  # fmt: skip
@@ -75,7 +75,10 @@ def _settings(a: LayoutPlan, b: LayoutPlan) -> dict[str, list[Any]]:
 def comparison_tables(comparison: dict[str, Any]) -> list[Table]:
     """The comparison as tables."""
     a, b = comparison["plans"]
-    head = Table("", a["name"], b["name"], title="plans")
+    title = "plans of one checkpoint" if comparison["same_model"] else "plans of DIFFERENT checkpoints"
+    head = Table("", a["name"], b["name"], title=title)
+    if a["synthetic"] or b["synthetic"]:
+        head.add_row("statistics", *["SYNTHETIC" if p["synthetic"] else "calibrated" for p in (a, b)])
     for key in ("total", "allocated", "bytes_per_running_request", "bits_per_value", "predicted_cost_per_token"):
         head.add_row(key.replace("_", " "), *[_figure(p[key]) for p in (a, b)])
     for name, values in comparison["settings"].items():
@@ -87,8 +90,7 @@ def comparison_tables(comparison: dict[str, Any]) -> list[Table]:
     for entry in comparison["layers"]:
         layers.add_row(str(entry["layer"]), str(entry["rows_changed"]), *[f"{m:.3f}" for m in entry["mean_bits"]],
                        *[_figure(p) for p in entry["predicted"]])  # fmt: skip
-    note = Table(title="same checkpoint" if comparison["same_model"] else "DIFFERENT checkpoints", show_header=False)
-    return [head, moves, layers, note] if not comparison["same_model"] else [head, moves, layers]
+    return [head, moves, layers]
 
 
 def _figure(value: float | None) -> str:

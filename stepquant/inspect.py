@@ -14,6 +14,7 @@ from rich.table import Table
 
 from stepquant.commands import exit_code
 from stepquant.compare import compare_plans, comparison_tables
+from stepquant.errors import StepQuantError
 from stepquant.memory import SLOTS_PER_REQUEST
 from stepquant.plan import load_plan
 from stepquant.summary import plain_console, plan_summary, print_summary, serving_memory, serving_rows, serving_table
@@ -46,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
 def _size(text: str) -> int:
     try:
         return parse_bytes(text)
-    except ValueError as error:
+    except StepQuantError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 

@@ -1,0 +1,151 @@
+"""Equation 24, window buffers, and the byte figures of full-size plans, as the paper and the design state them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stepquant.accounting import account, byte_count, packable, page_layout
+from stepquant.codec.spec import CodecSpec
+from stepquant.errors import InfeasibleError
+from stepquant.geometry import Geometry
+from stepquant.memory import GIB, SLOTS_PER_REQUEST, ServingMemory, window_bytes
+from stepquant.summary import plan_summary, serving_memory, serving_rows
+from tests.plans import small_plan, synthetic_plan
+
+W4_WEIGHTS = 17_776_688_128
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    return synthetic_plan("qwen_6bit", "method=paper")
+
+
+def test_qwen_6_bits(qwen):
+    found = account(qwen)
+    assert (found.slot.total, found.slot.allocated, found.fp32) == (29_999_104, 29_999_104, 150_994_944)
+    assert (found.slot.codes, found.slot.scales, found.slot.pivots) == (27_787_264, 1_163_264, 1_048_576)
+    assert round(found.bits_per_value, 4) == 6.3576
+    assert round(found.paper_bits_per_value, 4) == 6.3611
+    assert found.running == 0
+    heads = qwen.bits[..., 0]
+    assert int((heads == 16).sum()) == qwen.predicted["pivot_units"] == 32
+    assert qwen.predicted["integer_budget_bits"] == 13_568 * 128 * 128
+    assert int(heads[heads != 16].sum()) == 13_568  # used up
+
+
+def test_qwen_4_bits():
+    plan = synthetic_plan("qwen_4bit", "method=paper")
+    heads = plan.bits[..., 0]
+    assert int((heads == 16).sum()) == 32
+    assert int(heads[heads != 16].sum()) == 4 * 2304 - 8 * 32  # the budget is used up
+    assert account(plan).slot.total == 20_561_920 + 768 * int((heads == 2).sum())
+
+
+@pytest.mark.parametrize(("bits", "total", "compression"), [(6, 8_257_536, 5.08), (4, 5_636_096, 7.44)])
+def test_kimi(bits, total, compression):
+    plan = synthetic_plan(f"kimi_{bits}bit", "method=paper")
+    found = account(plan)
+    assert (found.slot.total, found.fp32) == (total, 41_943_040)
+    assert round(found.fp32 / found.slot.total, 2) == compression
+    assert int((plan.bits == 16).sum()) == plan.predicted["pivot_units"] == 512
+    assert (found.slot.scales, found.slot.pivots) == (327_680, 131_072)
+    assert 0 < found.slot.padding < 0.05 * total
+    assert found.slot.allocated >= found.slot.total + found.slot.padding
+
+
+def test_equation_24(qwen):
+    summary = plan_summary(qwen)
+    row = serving_rows(summary, 0, 5, [64], 4096)[0]
+    assert round(row["state_fp32"] / GIB, 2) == 46.02
+    assert round(row["state_plan"] / GIB, 2) == 9.85
+    row = serving_rows(summary, W4_WEIGHTS, 5, [512], 1152)[0]
+    assert round(row["total_fp32"] / GIB, 2) == 419.73
+    assert round(row["total_plan"] / GIB, 1) == 131.1
+    slot = 29_999_104 + 2_949_120
+    assert row["total_plan"] == W4_WEIGHTS + (5 * 512 + 1) * slot + 512 * 1152 * 65_536
+
+
+def test_capacity_counts_what_the_pool_allocates():
+    plan = synthetic_plan("kimi_4bit", "method=paper")
+    summary = plan_summary(plan)
+    assert serving_memory(summary, 0, 1).slot == byte_count(plan).allocated + plan.geometry.conv_bytes
+    assert serving_memory(summary, 0, 1, fp32=True).slot == 41_943_040 + plan.geometry.conv_bytes
+
+
+def test_concurrency_is_the_largest_that_fits():
+    term = ServingMemory(10 * GIB, 30_000_000, 65_536, 5, 1_000_000)
+    for memory, context in ((80 * GIB, 4096), (12 * GIB, 1), (10 * GIB + 30_000_000, 8)):
+        fits = term.concurrency(memory, context)
+        assert term.total(fits, context) <= memory < term.total(fits + 1, context)
+    assert term.concurrency(10 * GIB, 1) == 0
+    assert term.concurrency(0, 1) == 0
+
+
+def test_the_slot_for_a_concurrency_is_the_largest_that_works():
+    term = ServingMemory(W4_WEIGHTS, 0, 65_536, 5)
+    slot = term.slot_for(80 * GIB, 4096, 128)
+    for size, fits in ((slot, True), (slot + 1, False)):
+        assert (ServingMemory(W4_WEIGHTS, size, 65_536, 5).total(128, 4096) <= 80 * GIB) == fits
+    with pytest.raises(InfeasibleError, match=r"budget.concurrency=128 does not fit: 16.00 GiB less 16.56 GiB"):
+        term.slot_for(16 * GIB, 4096, 128)
+
+
+def test_slots_per_request_of_sglang():
+    assert SLOTS_PER_REQUEST == {"off": 1, "no_buffer": 3, "extra_buffer": 5, "extra_buffer_no_overlap": 4}
+
+
+def test_window_buffers():
+    gdn = Geometry("gdn", "q", tuple(range(48)), 48, 16, 128, 128)
+    kda = Geometry("kda", "k", tuple(range(20)), 32, 32, 128, 128)
+    assert window_bytes(gdn, 1, "fp16") == window_bytes(kda, 1, "bf16") == 0
+    for dtype in ("fp16", "bf16"):
+        assert window_bytes(gdn, 8, dtype) == 48 * 8 * (48 * 128 * 2 + 16 * 128 * 2 + 48 * 4)
+        assert window_bytes(kda, 8, dtype) == 20 * (8 * 32 * 2 * 128 * 2 + 32 * 128 * 4)
+    # Design 2.5: 1.33 and 2.25 bits per state value at W = 8, gates aside.
+    assert round(8 * window_bytes(gdn, 8, "fp16") / gdn.elements, 2) == pytest.approx(1.33, abs=0.03)
+    assert round(8 * window_bytes(kda, 8, "fp16") / kda.elements, 2) == pytest.approx(2.25, abs=0.03)
+    assert window_bytes(gdn, 8, "int8") == 48 * 8 * (48 * 130 + 16 * 130 + 48 * 4)
+    assert window_bytes(gdn, 8, "fp32") > 1.9 * window_bytes(gdn, 8, "fp16")
+
+
+def test_window_is_counted_for_running_requests_only():
+    plan = synthetic_plan("tiny_gdn_6bit", "window.length=8")
+    summary = plan_summary(plan)
+    running = summary["bytes_per_running_request"]
+    assert running == window_bytes(plan.geometry, 8, plan.window.dtype) > 0
+    packed, plain = serving_memory(summary, 0, 5), serving_memory(summary, 0, 5, fp32=True)
+    assert packed.state(3) == 16 * packed.slot + 3 * running
+    assert plain.per_running_request == 0
+
+
+def test_small_plan_by_hand():
+    plan = small_plan()
+    assert packable(plan)
+    count = byte_count(plan)
+    # Heads of 16 x 32: 4, 6, 8 bits, FP16; 2, 4, 6, 8 bits. One scaled head: r[16] and c[32] in FP16.
+    assert count.codes == 512 * (4 + 6 + 8 + 2 + 4 + 6 + 8) // 8
+    assert count.scales == 7 * 2 * (16 + 32)
+    assert count.pivots == 512 * 2
+    assert (count.padding, count.total) == (0, count.codes + count.scales + count.pivots)
+    assert count.allocated == int(page_layout(plan).layer_bytes.sum()) >= count.total
+    figures = account(plan)
+    assert figures.bits_per_value == 8 * count.total / (8 * 512)
+    assert figures.paper_bits_per_value == 6 + 16 / 16 + 16 / 32 + 8 / 8
+    assert account(small_plan(budget={})).paper_bits_per_value is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "scales"),
+    [("float", 32, 0), ("float", 16, 0), ("rowwise", 8, 8 * 16 * 2), ("rowwise", 4, 8 * 16 * 2)],
+)
+def test_baselines_are_counted_too(kind, bits, scales):
+    map_ = torch.full((2, 4, 16), bits, dtype=torch.uint8)
+    rows = torch.arange(16, dtype=torch.int16).expand(2, 4, 16)
+    plan = small_plan(bits=map_, permutation=rows.contiguous(), codec=CodecSpec(kind))
+    plan.verify()
+    assert not packable(plan)
+    count = byte_count(plan)
+    assert (count.codes, count.padding, count.allocated) == (8 * 512 * bits // 8, 0, count.total)
+    assert count.scales == scales
+    assert count.pivots == 0
