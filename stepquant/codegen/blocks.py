@@ -168,3 +168,35 @@ def update_pivots(
         x = load_pivots(p_pivots, o_p, n_pivots, col, col_in, V) * pivot_vector(decay, o_p, n_pivots, K, KP)
         x += pivot_vector(x_k, o_p, n_pivots, K, KP) * u[None, :]
         store_pivots(p_pivots, x, o_p, n_pivots, col, col_in, V)
+
+
+@triton.jit
+def pack_pivots(
+    p_pivots, n_pivots, p_state, p_order, col, col_in, stride_row, stride_col,
+    K: tl.constexpr, V: tl.constexpr, PB: tl.constexpr, PERMUTED: tl.constexpr,
+):  # fmt: skip
+    """Copy the pivot rows of a dense FP32 head into its page."""
+    for first in range(0, n_pivots, PB):
+        o_p = first + tl.arange(0, PB)
+        row = K - n_pivots + o_p
+        if PERMUTED:
+            row = tl.load(p_order + row, mask=o_p < n_pivots, other=0)
+        o = row[:, None] * stride_row + col[None, :] * stride_col
+        x = tl.load(p_state + o, mask=(o_p < n_pivots)[:, None] & col_in[None, :], other=0)
+        store_pivots(p_pivots, x, o_p, n_pivots, col, col_in, V)
+
+
+@triton.jit
+def unpack_pivots(
+    p_pivots, n_pivots, p_state, p_order, col, col_in, stride_row, stride_col,
+    K: tl.constexpr, V: tl.constexpr, PB: tl.constexpr, PERMUTED: tl.constexpr,
+):  # fmt: skip
+    """Copy the pivot rows of a page into a dense FP32 head."""
+    for first in range(0, n_pivots, PB):
+        o_p = first + tl.arange(0, PB)
+        row = K - n_pivots + o_p
+        if PERMUTED:
+            row = tl.load(p_order + row, mask=o_p < n_pivots, other=0)
+        o = row[:, None] * stride_row + col[None, :] * stride_col
+        x = load_pivots(p_pivots, o_p, n_pivots, col, col_in, V)
+        tl.store(p_state + o, x, mask=(o_p < n_pivots)[:, None] & col_in[None, :])

@@ -15,6 +15,11 @@ from stepquant.codegen import templates as t
 from stepquant.codegen.spec import KernelSpec
 
 GENERATOR_VERSION = "1"
+TITLES = {
+    "step": "Decode step: unpack, update, read, fit and pack, one pass over the state.",
+    "pack": "Prefill boundary: dense FP32 states to pages.",
+    "unpack": "Prefill boundary: pages to dense FP32 states.",
+}
 PLANES = "NIBBLES, EIGHT, SIX, TWO"
 
 
@@ -25,7 +30,7 @@ def generate(spec: KernelSpec, plan_hash: str) -> dict[str, str]:
         spec: what the kernels are specialised to.
         plan_hash: identity of the plan, for the header.
     """
-    kernels = {"step": _step(spec)}
+    kernels = {"step": _step(spec), "pack": _dense(spec, "pack"), "unpack": _dense(spec, "unpack")}
     return {name: _header(spec, name, plan_hash) + body for name, body in kernels.items()}
 
 
@@ -48,7 +53,7 @@ def load_source(name: str, source: str) -> types.ModuleType:
 
 
 def _header(spec: KernelSpec, name: str, plan_hash: str) -> str:
-    title = {"step": "Decode step: unpack, update, read, fit and pack, one pass over the state."}[name]
+    title = TITLES[name]
     kind = "Gated DeltaNet" if spec.family == "gdn" else "Kimi Delta Attention"
     precisions = ", ".join(map(str, spec.precisions))
     summary = f"{kind}, {spec.num_heads} heads of {spec.key_dim} x {spec.value_dim}; precisions {precisions}."
@@ -106,3 +111,24 @@ def _step(spec: KernelSpec) -> str:
     pivots = f"step_pivots(p_page, p_table, {vectors}, col, col_in, p_out)"
     kernel = Template(t.STEP_KERNEL).substitute(token=_token(spec), dispatch=_dispatch(spec, call, pivots))
     return body + (t.STEP_PIVOTS if spec.pivots == "heads" else "") + kernel
+
+
+def _dense(spec: KernelSpec, name: str) -> str:
+    """The codec of the prefill boundary, `pack` or `unpack`."""
+    rows = spec.pivots == "rows"
+    row = "tl.load(p_order + o_slot, mask=o_slot < K, other=0)" if spec.permuted else "o_slot"
+    coded = "K - tl.load(p_table + T_PIVOTS)" if rows and name == "unpack" else "K"
+    head, constants = Template(t.DENSE_HEAD).substitute(), "p_w, p_bits" if name == "pack" else "p_bits"
+    call = (
+        f"{name}_codes(p_page, p_table, {constants}, p_state, p_order, stride_row, stride_col, col, col_in, "
+        "{G}, {C}, {FOUR})"
+    )
+    pivots = Template(t.DENSE_PIVOTS).substitute(name=name, permuted=spec.permuted) if spec.pivots != "none" else ""
+    return Template(t.PACK if name == "pack" else t.UNPACK).substitute(
+        tile=Template(t.DENSE_TILE).substitute(row=row, coded=coded),
+        head=head,
+        planes=PLANES,
+        mask_pivots="    n_pivots = tl.load(p_table + T_PIVOTS)\n" + t.MASK_PIVOTS if rows else "",
+        dispatch=_dispatch(spec, call, "pass"),
+        pivots=pivots,
+    )

@@ -111,3 +111,83 @@ def step(
 $token
 $dispatch
 '''
+
+DENSE_HEAD = '''    i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_slot = tl.load(slots + i_n * stride_slot).to(tl.int64)
+    if i_slot < 0:
+        return
+    p_page = pages + i_slot * stride_page
+    p_table = table + i_h * 16
+    p_state = state + i_n * stride_state + i_h * stride_head
+    p_order = order + i_h * K
+    col, col_in = tile_columns(J, VP)
+'''
+
+DENSE_TILE = '''    slot = row_slots(KP)
+    row_in = slot < K
+    o_slot = tile_slots(M)
+    o_col, o_in = tile_column_index(J, G, C)
+    o_in = o_in & (o_slot < $coded)
+    o_row = $row
+    o_state = o_row * stride_row + o_col * stride_col
+    p_r, r_in = row_factors(p_page, p_table, slot, K, KP, G, J // C if FOUR else 1, FOUR)
+    p_c = (p_page + table_offset(p_table, T_COLUMN)).to(tl.pointer_type(tl.float16)) + col
+'''
+
+PACK = '''
+@triton.jit
+def pack_codes(
+    p_page, p_table, p_w, p_bits, p_state, p_order, stride_row, stride_col, col, col_in,
+    G: tl.constexpr, C: tl.constexpr, FOUR: tl.constexpr,
+):
+    """Fit, quantise and pack a dense head."""
+$tile    step_z, top, inv_top, unit = code_constants(p_bits, p_table, slot, K, M, UNIFORM, FOUR)
+    x = tl.load(p_state + o_state, mask=o_in, other=0).to(tl.float32)
+    w = grouped(tl.load(p_w + slot, mask=row_in, other=1.0), KP, G, FOUR)
+    inv_w = grouped(tl.load(p_w + H * K + slot, mask=row_in, other=1.0), KP, G, FOUR)
+    z, r, c = fit_codes(x, w, inv_w, step_z, top, inv_top, unit, M, G, C, REFITS, UNIFORM, FOUR)
+$mask_pivots    tl.store(p_r, r, mask=r_in)
+    tl.store(p_c, c, mask=col_in)
+    z00, z01, z10, z11 = tile_to_codes(z, M, JP)
+    store_codes(p_page, p_table, z00, z01, z10, z11, J, M, JP, FOUR, $planes)
+
+
+@triton.jit
+def pack(
+    pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
+    state, stride_state, stride_head, stride_row, stride_col,
+):
+    """Prefill boundary: program (h, n) packs head h of dense FP32 state n into page `slots[n]`; -1 does nothing."""
+$head    p_w, p_bits = row_w + i_h * K, row_bits + i_h * K
+$dispatch$pivots'''
+
+UNPACK = '''
+@triton.jit
+def unpack_codes(
+    p_page, p_table, p_bits, p_state, p_order, stride_row, stride_col, col, col_in,
+    G: tl.constexpr, C: tl.constexpr, FOUR: tl.constexpr,
+):
+    """Read a packed head back as it was quantised."""
+$tile    step_z, top, inv_top, unit = code_constants(p_bits, p_table, slot, K, M, UNIFORM, FOUR)
+    rho = tl.load(p_r, mask=r_in, other=0).to(tl.float32) * unit
+    c = tl.load(p_c, mask=col_in, other=0).to(tl.float32)
+    z00, z01, z10, z11 = load_codes(p_page, p_table, J, M, JP, FOUR, $planes)
+    x = codes_to_tile(z00, z01, z10, z11, M, G, C) * spread_rows(rho, M, G, FOUR) * spread_columns(c, G, C)
+    tl.store(p_state + o_state, x, mask=o_in)
+
+
+@triton.jit
+def unpack(
+    pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
+    state, stride_state, stride_head, stride_row, stride_col,
+):
+    """Prefill boundary: program (h, n) writes head h of page `slots[n]` to dense FP32 state n; -1 does nothing."""
+$head    p_bits = row_bits + i_h * K
+$dispatch$pivots'''
+
+DENSE_PIVOTS = '''    n_pivots = tl.load(p_table + T_PIVOTS)
+    p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
+    ${name}_pivots(
+        p_pivots, n_pivots, p_state, p_order, col, col_in, stride_row, stride_col, K, V, PIVOT_BLOCK, $permuted
+    )
+'''

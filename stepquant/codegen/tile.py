@@ -7,8 +7,8 @@ One program works on one head of one request. Its K x V state is held as one til
 which is what the words of a page unpack to (`stepquant.layout`): m, i and s are the rows, g, c and h the columns. G is
 1 but in four-level heads, where C columns share a row factor. Vectors live in two forms. *Compact*: flat, in tile
 order, rows (m, i, s) and columns (g, c, h), a value a thread; arithmetic on vectors is done here. *Spread*: broadcast
-against the tile. Going from one to the other is a `tl.gather` with an identity index: it looks like nothing, but it keeps
-Triton from computing a vector in the tile's layout, where each value would be computed by sixteen threads.
+against the tile. Going from one to the other is a `tl.gather` with an identity index: it looks like nothing, but it
+keeps Triton from computing a vector in the tile's layout, where each value would be computed by sixteen threads.
 M and J are padded to powers of two; padded rows and columns hold zeros.
 
 Codes are in units of an 8-bit code: z = 2^(8-b) q is a signed byte, so that one path serves rows of all precisions.
@@ -40,6 +40,23 @@ def factor_rows(KP: tl.constexpr, G: tl.constexpr):
     """For compact row factors of grouped columns, flat (m, g, i, h, s): compact row, g and h of each."""
     o = tl.arange(0, KP * 2 * G)
     return 8 * (o // (16 * G)) + 2 * ((o // 4) % 4) + o % 2, (o // 16) % G, (o // 2) % 2
+
+
+@triton.jit
+def tile_slots(M: tl.constexpr):
+    """Key slots against the tile, `[M, 1, 1, 4, 1, 2]`."""
+    o_m, o_i, o_s = tl.arange(0, M), tl.arange(0, 4), tl.arange(0, 2)
+    o = 8 * o_m[:, None, None] + o_i[None, :, None] + 4 * o_s[None, None, :]
+    return tl.reshape(o, (M, 1, 1, 4, 1, 2))
+
+
+@triton.jit
+def tile_column_index(J: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
+    """Value columns against the tile, `[1, G, C, 1, 2, 1]`, and which exist."""
+    o_j, o_h = tl.arange(0, G * C), tl.arange(0, 2)
+    o = tl.reshape(o_j[:, None] + J * o_h[None, :], (1, G, C, 1, 2, 1))
+    inside = tl.reshape((o_j < J)[:, None] & (o_h < 2)[None, :], (1, G, C, 1, 2, 1))
+    return o, inside
 
 
 @triton.jit

@@ -82,5 +82,28 @@ class PackedKernels:
         )  # fmt: skip
         return out
 
+    def pack(self, layer: int, pages: Tensor, slots: Tensor, state: Tensor, v_first: bool = False) -> None:
+        """Quantise dense states into pages (prefill boundary).
+
+        Args:
+            pages, slots: as in `step`.
+            state: FP32 `[B, H, K, V]`, or `[B, H, V, K]` with `v_first` (as SGLang keeps it); any strides.
+        """
+        self._dense("pack", layer, pages, slots, state, v_first)
+
+    def unpack(self, layer: int, pages: Tensor, slots: Tensor, state: Tensor, v_first: bool = False) -> Tensor:
+        """Write pages out as dense FP32 states, the inverse of `pack`; rows of `state` at -1 are not touched."""
+        self._dense("unpack", layer, pages, slots, state, v_first)
+        return state
+
+    def _dense(self, name: str, layer: int, pages: Tensor, slots: Tensor, state: Tensor, v_first: bool) -> None:
+        table = self.tables[layer]
+        row, column = (3, 2) if v_first else (2, 3)
+        self._launch(
+            name, (self.spec.num_heads, slots.shape[0]), pages, pages.stride(0), table["table"], table["row_w"],
+            table["row_bits"], table["order"], slots, slots.stride(0), state, state.stride(0), state.stride(1),
+            state.stride(row), state.stride(column),
+        )  # fmt: skip
+
     def _launch(self, name: str, grid: Sequence[int], *args: Any) -> None:
         getattr(self.modules[name], name)[tuple(grid)](*args, **self.options)
