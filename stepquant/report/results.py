@@ -27,7 +27,7 @@ def kernels(evidence: Evidence) -> Markup:
 
 
 def _is_table(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) and item for item in value)
 
 
 def _kernel_table(name: str, rows: list[dict[str, Any]]) -> Markup:
