@@ -20,7 +20,9 @@ from stepquant.passes.context import Context
 from stepquant.passes.costs import columns, row_costs, to_rows, unit_sizes, unit_table
 from stepquant.passes.pivots import head_pivots
 from stepquant.passes.protocol import Product, Products
+from stepquant.passes.side_constraints import needs_ilp, solve_with_ilp
 from stepquant.solvers.dp import solve_dp
+from stepquant.solvers.ilp import HeadAllocation
 from stepquant.solvers.lagrangian import solve_lagrangian
 from stepquant.solvers.table import Allocation as Solved
 
@@ -109,6 +111,14 @@ class Allocation:
         if context.recipe.allocation.mode == "uniform":
             return uniform(context, products, int(bits))
         problem = make_problem(context, products, bits)
+        if needs_ilp(context):
+            answer = solve_with_ilp(context, problem)
+            rows = torch.as_tensor(answer.bits)
+            if context.unit == "head":
+                rows = rows.unsqueeze(-1).expand(-1, -1, context.geometry.key_dim).contiguous()
+            return Product(
+                {"bits": rows}, {**facts(context, problem, answer), **ilp_facts(answer, context.geometry.head_elements)}
+            )
         method = context.recipe.solver
         if method == "auto":
             method = "dp" if context.unit == "head" else "lagrangian"
@@ -117,7 +127,7 @@ class Allocation:
         return Product({"bits": rows}, facts(context, problem, solved))
 
 
-def facts(context: Context, problem: Problem, solved: Solved) -> dict[str, Any]:
+def facts(context: Context, problem: Problem, solved: Solved | HeadAllocation) -> dict[str, Any]:
     """What the plan records of the solution."""
     window = context.recipe.window.length
     return {
@@ -127,6 +137,17 @@ def facts(context: Context, problem: Problem, solved: Solved) -> dict[str, Any]:
         "pivot_units": int(problem.pivots.sum()), "units": len(problem.pivots), "unit": context.unit,
         "candidates": list(problem.candidates),
         "predicted_cost_per_token": (solved.cost + problem.pivot_total) / window,
+    }  # fmt: skip
+
+
+def ilp_facts(answer: HeadAllocation, elements: int) -> dict[str, Any]:
+    """What only the integer program reports: bytes of every rank, padding, and bits used without pivots' charge."""
+    padding = getattr(answer, "padding_bytes", 0)
+    pivots = answer.bits == PIVOT
+    charge = PIVOT_CHARGE * int(pivots.sum()) * (elements // pivots[0, 0].size)
+    return {
+        "bytes_per_rank": [int(b) for b in answer.bytes_per_rank], "padding_bytes": int(padding),
+        "integer_bits_used": answer.bits_used - charge,
     }  # fmt: skip
 
 

@@ -10,10 +10,12 @@ import numpy as np
 import torch
 
 from stepquant.codec.spec import PIVOT
+from stepquant.errors import RecipeError
 from stepquant.passes.context import Context
 from stepquant.passes.costs import columns, row_costs, to_rows, unit_sizes, unit_table
 from stepquant.passes.protocol import Product, Products
 from stepquant.solvers.dp import solve_dp
+from stepquant.solvers.pivots import round_pivots
 
 
 def largest(risk: np.ndarray, count: int) -> np.ndarray:
@@ -23,12 +25,36 @@ def largest(risk: np.ndarray, count: int) -> np.ndarray:
     return mask
 
 
+def largest_by_rank(context: Context, risk: np.ndarray, count: int) -> np.ndarray:
+    """`largest`, taken in equal numbers from the heads of every tensor-parallel rank, so that ranks can be equal.
+
+    Raises:
+        RecipeError: when the pivots do not divide.
+    """
+    ranks = context.recipe.target.tensor_parallel
+    if count % ranks:
+        raise RecipeError(
+            f"pivots.count is {count}, which {ranks} tensor-parallel ranks cannot share equally; expected a "
+            f"multiple of {ranks}, such as {count - count % ranks or ranks}"
+        )
+    g = context.geometry
+    owner = np.arange(g.num_heads) // (g.num_heads // ranks)
+    owner = np.broadcast_to(owner[None, :, None], (g.num_delta_layers, g.num_heads, g.key_dim))
+    unit_owner = owner[..., 0].ravel() if context.unit == "head" else owner.ravel()
+    mask = np.zeros(len(risk), dtype=bool)
+    for rank in range(ranks):
+        mine = np.flatnonzero(unit_owner == rank)
+        mask[mine] = largest(risk[mine], count // ranks)
+    return mask
+
+
 class Pivots:
     """Mask `pivots` uint8 `[L, H, K]`."""
 
     name, version = "pivots", 1
     reads: tuple[str, ...] = (
         "pivots.count", "temporal.horizon", "temporal.weight", "temporal.sensitivity", "allocation.unit",
+        "allocation.granularity", "target.tensor_parallel",
     )  # fmt: skip
     needs: tuple[str, ...] = ("distortion", "gate_statistics", "row_weights", "transition", "sensitivity")
 
@@ -39,8 +65,14 @@ class Pivots:
         available = products["distortion"].facts["candidates"]
         table = unit_table(context, row_costs(context, products), products["distortion"]["row_error"])
         eight, sixteen = columns((8, PIVOT), available)
-        mask = largest(table[:, eight] - table[:, sixteen], context.recipe.pivots.count)
-        return Product({"pivots": to_rows(context, mask).to(torch.uint8)})
+        risk = np.maximum(table[:, eight] - table[:, sixteen], 0)
+        granularity = context.recipe.allocation.granularity
+        if granularity == 1:
+            mask = to_rows(context, largest_by_rank(context, risk, context.recipe.pivots.count))
+        else:
+            asked = to_rows(context, largest(risk, context.recipe.pivots.count)).numpy()
+            mask = torch.as_tensor(round_pivots(asked, to_rows(context, risk).numpy(), granularity))
+        return Product({"pivots": mask.to(torch.uint8)})
 
 
 def head_pivots(context: Context, table: np.ndarray, candidates: tuple[int, ...], budget: int) -> np.ndarray:
@@ -48,4 +80,4 @@ def head_pivots(context: Context, table: np.ndarray, candidates: tuple[int, ...]
     if context.recipe.pivots.count == 0:
         return np.zeros(len(table), dtype=bool)
     first = solve_dp(table, candidates, unit_sizes(context), budget)
-    return largest(table[np.arange(len(table)), first.choice], context.recipe.pivots.count)
+    return largest_by_rank(context, table[np.arange(len(table)), first.choice], context.recipe.pivots.count)

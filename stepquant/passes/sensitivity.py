@@ -21,7 +21,6 @@ from stepquant.models.capture import capture_delta_rule
 from stepquant.passes.context import Context
 from stepquant.passes.protocol import Product
 
-
 GRADIENT_TOKENS = 8192  # enough for second moments a head; a backward pass costs three forwards
 
 
@@ -105,7 +104,9 @@ class SensitivityObservation:
 
         scale: dict[int, Tensor] = {}
         with contextlib.ExitStack() as stack:
-            modules = stack.enter_context(capture_delta_rule(self.context.model, replace=self.context.delta_rule, edit=edit))
+            modules = stack.enter_context(
+                capture_delta_rule(self.context.model, replace=self.context.delta_rule, edit=edit)
+            )
             for layer, (module, block) in enumerate(zip(modules, _blocks(self.context, modules), strict=True)):
                 handle = module.register_forward_hook(probe(layer), with_kwargs=True)
                 stack.callback(handle.remove)
