@@ -12,6 +12,7 @@ import types
 from string import Template
 
 from stepquant.codegen import templates as t
+from stepquant.codegen import templates_window as tw
 from stepquant.codegen.spec import KernelSpec
 
 GENERATOR_VERSION = "1"
@@ -19,6 +20,9 @@ TITLES = {
     "step": "Decode step: unpack, update, read, fit and pack, one pass over the state.",
     "pack": "Prefill boundary: dense FP32 states to pages.",
     "unpack": "Prefill boundary: pages to dense FP32 states.",
+    "read": "Decode step of a write window: one pass over the packed state, nothing written back.",
+    "fold": "Writeback of a full window: the state, fitted and packed once in W steps.",
+    "flush": "Writeback of a window that is not full.",
 }
 PLANES = "NIBBLES, EIGHT, SIX, TWO"
 
@@ -30,7 +34,11 @@ def generate(spec: KernelSpec, plan_hash: str) -> dict[str, str]:
         spec: what the kernels are specialised to.
         plan_hash: identity of the plan, for the header.
     """
-    kernels = {"step": _step(spec), "pack": _dense(spec, "pack"), "unpack": _dense(spec, "unpack")}
+    kernels = {"pack": _dense(spec, "pack"), "unpack": _dense(spec, "unpack")}
+    if spec.window == 1:
+        kernels["step"] = _step(spec)
+    else:
+        kernels.update(read=_read(spec), fold=_fold(spec, "fold"), flush=_fold(spec, "flush"))
     return {name: _header(spec, name, plan_hash) + body for name, body in kernels.items()}
 
 
@@ -58,6 +66,8 @@ def _header(spec: KernelSpec, name: str, plan_hash: str) -> str:
     precisions = ", ".join(map(str, spec.precisions))
     summary = f"{kind}, {spec.num_heads} heads of {spec.key_dim} x {spec.value_dim}; precisions {precisions}."
     constants = {**spec.constants, "UNIFORM": spec.uniform}
+    if spec.window > 1:
+        constants |= {"SHARED_KEYS": spec.family == "gdn", "INT8": spec.buffer == "int8", "MATRIX": _matrix(spec)}
     lines = "\n".join(f"{key} = tl.constexpr({value})" for key, value in constants.items())
     return Template(t.HEADER).substitute(
         title=title, version=GENERATOR_VERSION, plan=plan_hash[:16], summary=summary, constants=lines
@@ -86,9 +96,9 @@ def _dispatch(spec: KernelSpec, call: str, pivots: str) -> str:
         kinds.append(("0", plain))
     if spec.four:
         kinds.append(("1", four))
-    if spec.pivots == "heads":
+    if spec.pivots == "heads" and pivots:
         kinds.append(("2", pivots))
-    if len(kinds) == 1:
+    if len(kinds) == 1 and spec.pivots != "heads":
         return f"    {kinds[0][1]}\n"
     lines = ["    i_kind = tl.load(p_table + T_KIND)\n"]
     lines += [f"    if i_kind == {kind}:\n        {body}\n" for kind, body in kinds]
@@ -132,3 +142,67 @@ def _dense(spec: KernelSpec, name: str) -> str:
         dispatch=_dispatch(spec, call, "pass"),
         pivots=pivots,
     )
+
+
+def _matrix(spec: KernelSpec) -> bool:
+    """Whether the matrix units take the tile: their int8 instruction is 32 deep and 16 wide."""
+    return spec.constants["KP"] >= 64 and spec.constants["JP"] >= 16
+
+
+def _buffers(spec: KernelSpec) -> str:
+    kda = spec.family == "kda"
+    return Template(tw.BUFFERS).substitute(
+        key_heads="H" if kda else "HK",
+        key_head="i_h" if kda else "i_h // (H // HK)",
+        gamma_width=" * K" if kda else "",
+        key_index="tl.arange(0, KP)" if kda else "row",
+        gamma_index=" + o_key" if kda else "",
+        gamma_mask="row_in & (o_key < n_pending * KP)" if kda else "n_pending > 0",
+    )
+
+
+def _read(spec: KernelSpec) -> str:
+    kda = spec.family == "kda"
+    call = (
+        "h_k, h_q = read_codes(p_page, p_table, p_bits, x_q, x_k, base, slot, col, col_in, {G}, {C}, {FOUR})"
+    )
+    buffers, read_pivots = _buffers(spec), ""
+    if spec.pivots != "none":
+        read_pivots = t.READ_PIVOTS.replace("decay", "base")
+    if not kda:
+        buffers += "    ratio = tl.load(p_ratio + o_w, mask=o_w < n_pending, other=0.0) * tl.max(decay, 0)\n"
+    return Template(tw.READ).substitute(
+        planes=PLANES,
+        token=_token(spec),
+        buffers=buffers,
+        dispatch=_dispatch(spec, call, ""),
+        read_pivots=read_pivots,
+        entry_decay="decay[None, :]" if kda else "ratio[:, None]",
+        append=tw.APPEND_KDA if kda else tw.APPEND_GDN,
+    )
+
+
+def _fold(spec: KernelSpec, name: str) -> str:
+    rows = spec.pivots == "rows"
+    window = "o_key, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending"
+    call = (
+        "fold_codes(p_page, p_table, p_w, p_bits, x_k, u, decay, gamma, slot, row_in, col, col_in, "
+        f"{window}, {{G}}, {{C}}, {{FOUR}})"
+    )
+    pivots = f"fold_pivot_head(p_page, p_table, x_k, u, decay, gamma, row_in, col, col_in, {window}, "
+    dispatch = _dispatch(spec, call, pivots + "K)")
+    if rows:
+        dispatch += f"    {pivots}tl.load(p_table + T_PIVOTS))\n"
+    fold = tw.FOLD.split("\n\n\n@triton.jit\ndef fold(")
+    body = Template(fold[0]).substitute(
+        planes=PLANES,
+        mask_pivots="    n_pivots = tl.load(p_table + T_PIVOTS)\n" + t.MASK_PIVOTS if rows else "",
+    )
+    kernel = "\n@triton.jit\ndef fold(" + fold[1] if name == "fold" else tw.FLUSH
+    kernel = Template(kernel).substitute(
+        token=_token(spec),
+        buffers=_buffers(spec),
+        row="tl.load(order + i_h * K + slot, mask=row_in, other=0)" if spec.permuted else "slot",
+        dispatch=dispatch,
+    )
+    return body + "\n\n" + (tw.FOLD_PIVOTS if spec.pivots != "none" else "") + kernel

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 from stepquant.codegen.blocks import *  # noqa: F403
+from stepquant.codegen.matrix import *  # noqa: F403
+from stepquant.codegen.pending import *  # noqa: F403
 from stepquant.codegen.planes import *  # noqa: F403
 from stepquant.codegen.tile import *  # noqa: F403
 from stepquant.codegen.words import *  # noqa: F403

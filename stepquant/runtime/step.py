@@ -6,11 +6,9 @@ The source is generated here from the layout and the codec; an artifact's own te
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-import triton
 from torch import Tensor
 
 from stepquant.codec.spec import CodecSpec
@@ -18,6 +16,7 @@ from stepquant.codegen.generate import generate, load_source, source_hash
 from stepquant.codegen.spec import KernelSpec, head_tables
 from stepquant.errors import ArtifactError
 from stepquant.layout import PageLayout
+from stepquant.runtime.window import WindowBuffers
 
 
 class PackedKernels:
@@ -74,13 +73,41 @@ class PackedKernels:
             A_log: `[H]`; dt_bias: `[H]` or `[H * K]`.
             scale: multiplies q. out: `[B, H, V]`. l2norm: normalise q and k here.
         """
-        table = self.tables[layer]
-        self._launch(
-            "step", (self.spec.num_heads, slots.shape[0]), pages, pages.stride(0), table["table"], table["row_w"],
-            table["row_bits"], table["order"], slots, slots.stride(0), q, q.stride(0), k, k.stride(0), v, v.stride(0),
-            a, a.stride(0), b, b.stride(0), A_log, dt_bias, scale, out, out.stride(0), l2norm,
+        token = (
+            q, q.stride(0), k, k.stride(0), v, v.stride(0), a, a.stride(0), b, b.stride(0), A_log, dt_bias, scale,
+            out, out.stride(0),
         )  # fmt: skip
+        self._launch("step", layer, pages, slots, *token, l2norm)
         return out
+
+    def window_step(
+        self, layer: int, pages: Tensor, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+        A_log: Tensor, dt_bias: Tensor, scale: float, out: Tensor, buffers: WindowBuffers, rows: Tensor,
+        phases: Tensor, pending: Tensor, l2norm: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """One decode step with a write window: reads every token, folds the windows that it completes.
+
+        Args:
+            buffers: of this layer; rows: int32 `[B]`, the entry of each request in them.
+            phases: int32 `[B]`, each request's length mod W before this token.
+            pending: int32 `[B]`, its entries before this token, at most its phase. The caller counts: pending becomes 0
+                after a fold (phase W - 1) and grows by one otherwise. The other arguments are `step`'s.
+        """
+        token = (
+            q, q.stride(0), k, k.stride(0), v, v.stride(0), a, a.stride(0), b, b.stride(0), A_log, dt_bias, scale,
+            out, out.stride(0),
+        )  # fmt: skip
+        window = (rows, phases, pending, *buffers.arguments, buffers.u_now, l2norm)
+        self._launch("read", layer, pages, slots, *token, *window)
+        self._launch("fold", layer, pages, slots, *token, *window)
+        return out
+
+    def flush(
+        self, layer: int, pages: Tensor, slots: Tensor, buffers: WindowBuffers, rows: Tensor, phases: Tensor,
+        pending: Tensor,
+    ) -> None:  # fmt: skip
+        """Fold what is pending into the pages `slots`; the caller sets `pending` to 0 afterwards."""
+        self._launch("flush", layer, pages, slots, rows, phases, pending, *buffers.arguments)
 
     def pack(self, layer: int, pages: Tensor, slots: Tensor, state: Tensor, v_first: bool = False) -> None:
         """Quantise dense states into pages (prefill boundary).
@@ -97,13 +124,14 @@ class PackedKernels:
         return state
 
     def _dense(self, name: str, layer: int, pages: Tensor, slots: Tensor, state: Tensor, v_first: bool) -> None:
-        table = self.tables[layer]
         row, column = (3, 2) if v_first else (2, 3)
-        self._launch(
-            name, (self.spec.num_heads, slots.shape[0]), pages, pages.stride(0), table["table"], table["row_w"],
-            table["row_bits"], table["order"], slots, slots.stride(0), state, state.stride(0), state.stride(1),
-            state.stride(row), state.stride(column),
-        )  # fmt: skip
+        strides = (state.stride(0), state.stride(1), state.stride(row), state.stride(column))
+        self._launch(name, layer, pages, slots, state, *strides)
 
-    def _launch(self, name: str, grid: Sequence[int], *args: Any) -> None:
-        getattr(self.modules[name], name)[tuple(grid)](*args, **self.options)
+    def _launch(self, name: str, layer: int, pages: Tensor, slots: Tensor, *args: Any) -> None:
+        table = self.tables[layer]
+        grid = (self.spec.num_heads, slots.shape[0])
+        getattr(self.modules[name], name)[grid](
+            pages, pages.stride(0), table["table"], table["row_w"], table["row_bits"], table["order"],
+            slots, slots.stride(0), *args, **self.options,
+        )  # fmt: skip

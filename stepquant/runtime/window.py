@@ -1,0 +1,74 @@
+"""Buffers of write windows: what a running request owns beside its packed slot (design 2.5 c)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stepquant.codegen.spec import KernelSpec
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.int8}
+
+
+@dataclass
+class WindowBuffers:
+    """Pending tokens of one layer, `[N, ...]` with an entry for each running request.
+
+    Attributes:
+        keys: `[N, HK, W-1, K]` raw (GDN) or `[N, H, W-1, K]` with later gates folded in, in tile order (KDA).
+        us: `[N, H, W-1, V]` residuals. key_scale, u_scale: FP16, one a vector, used by int8 buffers only.
+        ratios: FP32 `[N, H, W-1]`, gates since each entry (GDN; unused by KDA).
+        gammas: FP32 `[N, H]` or `[N, H, K]`, all gates since the fold; not read while nothing is pending.
+        u_now: FP32 `[N, H, V]`, residual of the token being read, from `read` to `fold` of the same step.
+    """
+
+    keys: Tensor
+    us: Tensor
+    key_scale: Tensor
+    u_scale: Tensor
+    ratios: Tensor
+    gammas: Tensor
+    u_now: Tensor
+
+    @classmethod
+    def allocate(
+        cls, spec: KernelSpec, count: int, device: torch.device | str, u_now: Tensor | None = None
+    ) -> WindowBuffers:
+        """Buffers for `count` requests; `u_now` may be shared between layers."""
+        entries, dtype = spec.window - 1, DTYPES[spec.buffer]
+        kda = spec.family == "kda"
+        key_heads = spec.num_heads if kda else spec.num_key_heads
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(count, *shape, dtype=dtype, device=device)
+
+        half = torch.float16
+        return cls(
+            keys=empty(key_heads, entries, spec.key_dim, dtype=dtype),
+            us=empty(spec.num_heads, entries, spec.value_dim, dtype=dtype),
+            key_scale=empty(key_heads, entries, dtype=half),
+            u_scale=empty(spec.num_heads, entries, dtype=half),
+            ratios=empty(spec.num_heads, entries),
+            gammas=empty(spec.num_heads, spec.key_dim) if kda else empty(spec.num_heads),
+            u_now=empty(spec.num_heads, spec.value_dim) if u_now is None else u_now,
+        )
+
+    @property
+    def arguments(self) -> tuple[Tensor, ...]:
+        """In the order the kernels take them, without u_now."""
+        return self.keys, self.key_scale, self.us, self.u_scale, self.ratios, self.gammas
+
+
+def bytes_per_request(spec: KernelSpec) -> int:
+    """Bytes of one layer's buffers that a running request owns, the shared `u_now` left out."""
+    if spec.window == 1:
+        return 0
+    entries, int8 = spec.window - 1, spec.buffer == "int8"
+    size = DTYPES[spec.buffer].itemsize
+    kda = spec.family == "kda"
+    key_heads = spec.num_heads if kda else spec.num_key_heads
+    vectors = key_heads * (spec.key_dim * size + 2 * int8) + spec.num_heads * (spec.value_dim * size + 2 * int8)
+    gates = 4 * spec.num_heads * (spec.key_dim if kda else 1 + entries)
+    return entries * vectors + gates
