@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from stepquant.evaluation.allocator import keep_freed_memory
+from stepquant.evaluation.allocator import small_operations
 from stepquant.evaluation.forward import Readout, run_variant
 from stepquant.evaluation.layer_errors import LayerErrors, relative_errors
 from stepquant.evaluation.metrics import TokenFigures, join, summarise
@@ -75,7 +75,6 @@ class DriftRun:
 
     def evaluate(self, variants: Sequence[Variant]) -> list[VariantResult]:
         """Token figures of every variant, in the order given."""
-        keep_freed_memory()
         found: dict[tuple[int, int], Product] = {}
         starts = range(0, self.streams.ids.shape[0], self.batch)
         work = []
@@ -87,7 +86,8 @@ class DriftRun:
                 else:
                     found[at, index] = product
         if work:
-            self._run(variants, work, found)
+            with small_operations(self.loaded.device):
+                self._run(variants, work, found)
         return [self._result(v, [found[at, i] for at in range(len(starts))]) for i, v in enumerate(variants)]
 
     def _run(

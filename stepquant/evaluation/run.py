@@ -1,0 +1,175 @@
+"""Evaluate a plan beside other variants: load model and text, measure drift, optionally generate; rows out."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepquant.errors import ArtifactError, ModelError, RecipeError
+from stepquant.evaluation.allocator import small_operations
+from stepquant.evaluation.drift import DriftRun, VariantResult
+from stepquant.evaluation.metrics import paired_ratio
+from stepquant.evaluation.settings import EvaluateSettings
+from stepquant.evaluation.streams import Streams, load_streams
+from stepquant.evaluation.variants import Variant, from_plan, named_variant, unique_names
+from stepquant.files import write_text
+from stepquant.passes.cache import Cache
+from stepquant.passes.progress import Progress
+from stepquant.plan import LayoutPlan, load_plan
+
+if TYPE_CHECKING:
+    from stepquant.models.adapter import LoadedModel
+    from stepquant.recipe_sections import ModelSettings
+
+
+def evaluate(settings: EvaluateSettings, quiet: bool = False) -> list[dict[str, Any]]:
+    """Rows of the plan and of everything in ``against``, the plan first.
+
+    Raises:
+        StepQuantError: naming what is missing or does not fit.
+    """
+    plan, progress = _plan(settings), Progress(quiet)
+    variants = chosen_variants(settings, plan)
+    run = open_run(settings, plan, progress)
+    rows = make_rows(evaluate_spread(settings, run, variants), run.streams)
+    if settings.greedy:
+        add_greedy(rows, run.loaded, run.streams, variants, settings.greedy, progress)
+    if settings.json:
+        write_rows(Path(settings.json), rows)
+    return rows
+
+
+def _plan(settings: EvaluateSettings) -> LayoutPlan:
+    if settings.plan is None:
+        raise RecipeError("plan is not given; compile one and give plan=DIR, e.g. plan=build/tiny_gdn_6bit")
+    return load_plan(settings.plan)
+
+
+def open_run(settings: EvaluateSettings, plan: LayoutPlan, progress: Progress) -> DriftRun:
+    """Model, text and cache of an evaluation."""
+    loaded = load_for_plan(settings.model, Path(str(settings.plan)), plan, settings.any_checkpoint, progress)
+    data = settings.data
+    streams = load_streams(loaded, streams=settings.streams, prefill=settings.prefill, decode=settings.decode,
+                           source=data.source, path=data.path, split=data.split, seed=data.seed)  # fmt: skip
+    cache = Cache(Path(settings.cache.dir).expanduser(), settings.cache.enabled)
+    return DriftRun(loaded, streams, settings.batch, cache, progress, settings.layers)
+
+
+def evaluate_spread(settings: EvaluateSettings, run: DriftRun, variants: Sequence[Variant]) -> list[VariantResult]:
+    """Results of all variants, their work spread over ``workers`` processes of one thread each on a CPU.
+
+    The processes meet in the cache: each fills in its share, and this one then reads everything.
+    """
+    count = min(settings.workers or (os.cpu_count() or 1), len(variants))
+    if run.loaded.device.type == "cpu" and count > 1 and settings.cache.enabled:
+        shares = [list(variants[i::count]) for i in range(count)]
+        with ProcessPoolExecutor(count - 1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            waiting = [pool.submit(_fill_cache, settings, [v.name for v in share]) for share in shares[1:]]
+            run.evaluate(shares[0])
+            for future in waiting:
+                future.result()
+    return run.evaluate(variants)
+
+
+def _fill_cache(settings: EvaluateSettings, names: Sequence[str]) -> None:
+    """The share of one process."""
+    plan = _plan(settings)
+    variants = [v for v in chosen_variants(settings, plan) if v.name in names]
+    open_run(settings, plan, Progress(quiet=True)).evaluate(variants)
+
+
+def chosen_variants(settings: EvaluateSettings, plan: LayoutPlan) -> list[Variant]:
+    """The plan and what it is compared with; refuses a bad name before anything is loaded."""
+    packed = settings.path == "packed"
+    tables = None
+    if "damp" in settings.against:
+        from stepquant.artifact import read_tables
+
+        tables = {name: product for name, (_, product) in read_tables(Path(str(settings.plan)))[0].items()}
+    others = [named_variant(name, plan, tables, packed) for name in settings.against]
+    return unique_names([from_plan(plan, packed=packed), *others])
+
+
+def load_for_plan(
+    model: ModelSettings, directory: Path, plan: LayoutPlan, any_checkpoint: bool, progress: Progress
+) -> LoadedModel:
+    """The checkpoint that a plan is for.
+
+    Raises:
+        ModelError: no path known.
+        ArtifactError: another checkpoint than the plan was made for, without ``any_checkpoint=true``.
+    """
+    import torch
+
+    from stepquant.models.adapter import load_model
+
+    path = model.path or _builtin_path(directory)
+    if path is None:
+        raise ModelError("model.path is not set, and a plan carries no paths; give model.path=/path/to/checkpoint")
+    device = model.device if model.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    progress.say(f"loading {path} on {device}")
+    loaded = load_model(path, device=device, dtype=model.dtype, device_map=model.device_map,
+                        weights=model.weights, trust_remote_code=model.trust_remote_code)  # fmt: skip
+    if loaded.geometry != plan.geometry:
+        raise ArtifactError(
+            f"{directory} is for {plan.geometry.model_type} states {list(plan.bits.shape)}, {path} is a "
+            f"{loaded.geometry.model_type} with {loaded.geometry.num_delta_layers} delta-rule layers of "
+            f"{loaded.geometry.num_heads} heads"
+        )
+    if loaded.fingerprint != plan.fingerprint and not any_checkpoint:
+        raise ArtifactError(
+            f"{directory} was made for a checkpoint with fingerprint {plan.fingerprint[:23]}, {path} has "
+            f"{loaded.fingerprint[:23]}; a plan belongs to its weights: compile for these, or say any_checkpoint=true"
+        )
+    return loaded
+
+
+def _builtin_path(directory: Path) -> str | None:
+    """The built-in model named in the artifact's recipe, if it is one."""
+    from omegaconf import OmegaConf
+
+    from stepquant.artifact import RECIPE
+
+    recipe = directory / RECIPE
+    path = OmegaConf.select(OmegaConf.load(recipe), "model.path") if recipe.is_file() else None
+    return str(path) if path and str(path).startswith("builtin:") else None
+
+
+def make_rows(results: Sequence[VariantResult], streams: Streams) -> list[dict[str, Any]]:
+    """Rows with the ratio of each variant's KL to the first one's, paired by stream."""
+    rows = []
+    for result in results:
+        row: dict[str, Any] = result.row()
+        ratio = paired_ratio(result.figures.kl.mean(1), results[0].figures.kl.mean(1))
+        row["kl_ratio"] = ratio.mean if ratio.mean == ratio.mean else None
+        row["kl_ratio_ci"] = [ratio.low, ratio.high] if ratio.low == ratio.low else None
+        row["prefill"], row["data"], row["data_fingerprint"] = streams.prefill, streams.source, streams.fingerprint
+        rows.append(row)
+    return rows
+
+
+def add_greedy(
+    rows: list[dict[str, Any]], loaded: LoadedModel, streams: Streams, variants: Sequence[Variant], tokens: int,
+    progress: Progress,
+) -> None:  # fmt: skip
+    """Add the figures of greedy generation to the rows."""
+    from stepquant.evaluation.generate import end_tokens, generate, greedy_figures
+
+    prompts, ends = streams.ids[:, : streams.prefill], end_tokens(loaded)
+    with small_operations(loaded.device), progress.bar("greedy", len(variants) + 1) as bar:
+        reference = generate(loaded, prompts, tokens, None, ends)
+        bar.advance()
+        for row, variant in zip(rows, variants, strict=True):
+            row.update(greedy_figures(reference, generate(loaded, prompts, tokens, variant, ends)))
+            bar.advance()
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows as a JSON list."""
+    from stepquant.files import dump_json
+
+    write_text(path, dump_json(list(rows)))
