@@ -48,7 +48,7 @@ def write_together(content: Mapping[Path, bytes]) -> None:
     carries the others' hashes belongs there.
     """
     with ExitStack() as stack:
-        for path, data in reversed(content.items()):  # the stack unwinds from its end
+        for path, data in reversed(list(content.items())):  # the stack unwinds from its end
             stack.enter_context(replacing(path)).write_bytes(data)
 
 

@@ -224,7 +224,8 @@ def _divergence(row: dict[str, Any]) -> dict[str, Any] | None:
     low, high = (number(e) for e in ends) if isinstance(ends, list) and len(ends) == 2 else (None, None)
     label = plain(row.get("variant", "?")) + ("" if bits is None else f", {bits:.4g} bits")
     group = "requantised after every token" if window <= 1 else f"write window {window:g}"
-    return {"kl": kl, "low": min(kl, low or kl), "high": max(kl, high or kl), "label": label, "group": group}
+    low = kl if low is None else min(kl, max(low, kl / 10))  # an interval that reaches zero ends inside the axis
+    return {"kl": kl, "low": low, "high": max(kl, high or kl), "label": label, "group": group}
 
 
 _COLOURS = [ACCENT, SECOND, THIRD, "#8e63b5", "#c44e52"]

@@ -92,7 +92,7 @@ def _calibration(provenance: dict[str, Any]) -> str:
         return kind
     shape = data.get("segments")
     size = f", {shape[0]} segments of {shape[1]} tokens" if isinstance(shape, list) and len(shape) == 2 else ""
-    return f"{kind} of {data.get('source', '-')}{size}; text {str(data.get('fingerprint', '-'))[:16]}"
+    return f"{kind} of {data.get('source', '-')}{size}; text {str(data.get('fingerprint', '-'))[:23]}"
 
 
 def _solver(predicted: dict[str, Any]) -> str:
@@ -102,9 +102,10 @@ def _solver(predicted: dict[str, Any]) -> str:
 
 
 def _budget(budget: dict[str, Any]) -> str:
-    asked = [f"{k.replace('_', ' ')} {budget[k]}" for k in ("bits", "bytes_per_request", "concurrency")
-             if budget.get(k) is not None]  # fmt: skip
-    return ", ".join([*asked, f"{budget.get('pivots', 0)} pivots"])
+    units = {"bits": "bits a value", "bytes_per_request": "bytes a slot", "concurrency": "requests"}
+    asked = [f"{budget[k]:,g} {unit}" for k, unit in units.items() if number(budget.get(k)) is not None]
+    pivots = budget.get("pivots", 0)
+    return ", ".join([*asked, f"{pivots} pivot{'' if pivots == 1 else 's'} (each counted as 8 bits a value)"])
 
 
 def precisions(evidence: Evidence, drawn: Figures) -> Markup:
