@@ -20,7 +20,7 @@ from stepquant.solvers.ilp_explain import explain_infeasible
 from stepquant.solvers.ilp_model import Answer, ChoiceModel, Linear, check_layers, linearise, tighten_budget
 from stepquant.solvers.ilp_options import head_options, row_options
 from stepquant.solvers.ilp_problem import PIVOT_BITS, HeadAllocation, HeadProblem, RowAllocation, RowProblem
-from stepquant.solvers.ilp_start import lagrangian_bound, warm_start
+from stepquant.solvers.ilp_start import warm_start
 from stepquant.solvers.table import ROUNDING, IntArray, relative_gap
 
 __all__ = ["BACKENDS", "HeadAllocation", "HeadProblem", "RowAllocation", "RowProblem", "solve_heads", "solve_rows"]
@@ -41,6 +41,7 @@ class _Solved:
     bound: float
     gap: float
     status: str
+    solver: str
 
 
 def solve_rows(problem: RowProblem, backend: str = "ortools", gap: float = 1e-5, threads: int = 1) -> RowAllocation:
@@ -49,7 +50,8 @@ def solve_rows(problem: RowProblem, backend: str = "ortools", gap: float = 1e-5,
     Args:
         problem: see RowProblem.
         backend: "ortools" or "pulp".
-        gap: relative gap at which to stop.
+        gap: relative gap at which to stop. A start that is proven closer than this is returned as it is, and the
+            back end not asked; 0 always asks it.
         threads: threads of the solver, where it can use more than one.
 
     Raises:
@@ -74,7 +76,7 @@ def solve_rows(problem: RowProblem, backend: str = "ortools", gap: float = 1e-5,
         counts[head, :-1] = np.bincount(chosen, minlength=len(options.candidates))
     stored = np.concatenate([coded, pivots[:, None]], axis=1)
     padding = int(((stored - counts) @ precisions).sum()) * problem.value_dim // 8
-    common = _common(options.model, solved, backend, started)
+    common = _common(options.model, solved, started)
     return RowAllocation(
         bits.reshape(layers, per_layer, -1),
         *common,
@@ -90,31 +92,32 @@ def solve_heads(problem: HeadProblem, backend: str = "ortools", gap: float = 1e-
     options = head_options(problem)
     solved = _solve(options.model, backend, problem.time_limit, gap, threads)
     bits = options.bits[np.arange(len(solved.choice)), solved.choice].astype(np.uint8)
-    return HeadAllocation(bits.reshape(options.heads), *_common(options.model, solved, backend, started))
+    return HeadAllocation(bits.reshape(options.heads), *_common(options.model, solved, started))
 
 
 def _common(
-    model: ChoiceModel, solved: _Solved, backend: str, started: float
+    model: ChoiceModel, solved: _Solved, started: float
 ) -> tuple[float, float, float, str, int, int, IntArray, str, float]:
     used = int(model.layer_charges(solved.choice).sum())
     per_rank = model.rank_bits(solved.choice) // 8
     seconds = time.perf_counter() - started
-    name = f"ilp:{backend}"
-    return solved.cost, solved.bound, solved.gap, solved.status, used, model.budget, per_rank, name, seconds
+    return solved.cost, solved.bound, solved.gap, solved.status, used, model.budget, per_rank, solved.solver, seconds
 
 
-def _solve(model: ChoiceModel, backend: str, time_limit: float | None, gap: float, threads: int) -> _Solved:
+def _solve(given: ChoiceModel, backend: str, time_limit: float | None, gap: float, threads: int) -> _Solved:
     solver = _load(backend)
-    smallest = check_layers(model)
-    if model.budget < smallest:
-        # Equal ranks may need more than this, so the exact figure comes from the integer program itself.
-        raise explain_infeasible(model, smallest, lambda linear: solver(linear, None, time_limit, 0.5, threads))
-    model = tighten_budget(model)
-    start = warm_start(model)
-    bound = lagrangian_bound(model)
+    smallest = check_layers(given)
+
+    def explained() -> InfeasibleError:
+        return explain_infeasible(given, smallest, lambda linear: solver(linear, None, time_limit, 0.5, threads))
+
+    if given.budget < smallest:
+        raise explained()
+    model = tighten_budget(given)
+    start, bound = warm_start(model)
     least = float(model.costs.min(axis=1).sum())
-    if start is not None and relative_gap(model.cost(start), bound) <= ROUNDING:
-        return _Solved(start, model.cost(start), min(bound, model.cost(start)), 0.0, "optimal")
+    if start is not None and (relative_gap(model.cost(start), bound) < gap or model.cost(start) == 0.0):
+        return _solved(model, start, bound, "start")
     best = bound if start is None else model.cost(start)
     scale = best / SCALED_COST if best > 0 else 1.0
     # Rounding of the sums must not drop an option of the start itself.
@@ -124,20 +127,24 @@ def _solve(model: ChoiceModel, backend: str, time_limit: float | None, gap: floa
     if linear.possible:
         answer = solver(linear, start, time_limit, gap * SCALED_COST, threads)
     if answer.infeasible and start is None:
-        raise explain_infeasible(model, smallest, lambda linear: solver(linear, None, time_limit, 0.5, threads))
+        raise explained()
     found = [choice for choice in (start, answer.choice) if choice is not None and model.meets(choice)]
     if not found:
         raise InfeasibleError(
             f"the {backend} back end found no assignment within its time limit of {time_limit} s, nor proved that "
             "there is none; allow more time, or relax tensor_parallel, the floors or the caps"
         )
-    choice = min(found, key=model.cost)
-    cost = model.cost(choice)
     if np.isfinite(answer.bound):
         bound = max(bound, answer.bound * scale + least)
+    return _solved(model, min(found, key=model.cost), bound, backend)
+
+
+def _solved(model: ChoiceModel, choice: IntArray, bound: float, solver: str) -> _Solved:
+    cost = model.cost(choice)
+    # A bound above the cost of an answer can only be rounding.
     bound = min(bound, cost)
-    relative = relative_gap(cost, bound)
-    return _Solved(choice, cost, bound, relative, "optimal" if relative <= ROUNDING else "feasible")
+    gap = relative_gap(cost, bound)
+    return _Solved(choice, cost, bound, gap, "optimal" if gap <= ROUNDING else "feasible", f"ilp:{solver}")
 
 
 def _load(backend: str) -> Backend:

@@ -65,7 +65,11 @@ def _without_limits(model: ChoiceModel, layers: list[int]) -> ChoiceModel:
 
 
 def _least_charge(model: ChoiceModel, solve: Callable[[Linear], Answer]) -> int | None:
-    """Bits of the smallest budget that the other constraints allow, or None when they allow none."""
+    """Bits of the smallest budget that the other constraints allow, or None when they allow none.
+
+    Raises:
+        InfeasibleError: the solver ran out of time before it knew.
+    """
     finite = np.isfinite(model.costs)
     unit = int(np.gcd.reduce((model.charge - model.charge[:, :1])[finite], initial=0)) or 1
     extra = np.where(finite, model.charge - model.charge[:, :1], np.inf)
@@ -73,7 +77,12 @@ def _least_charge(model: ChoiceModel, solve: Callable[[Linear], Answer]) -> int 
     linear = linearise(free, float(unit))
     if not linear.possible:
         return None
-    choice = solve(linear).choice
-    if choice is None or not free.meets(choice):
+    answer = solve(linear)
+    if answer.infeasible:
         return None
-    return int(model.layer_charges(choice).sum())
+    if answer.choice is None or not free.meets(answer.choice):
+        raise InfeasibleError(
+            f"no assignment was found at a budget of {model.budget:,} bits, and which constraint to relax could not be "
+            "settled within the time limit; allow more time, raise the budget, or relax tensor_parallel, floors or caps"
+        )
+    return int(model.layer_charges(answer.choice).sum())

@@ -102,7 +102,7 @@ class HeadAllocation:
         bits_used: bits charged against the budget, padding included.
         budget: bits allowed.
         bytes_per_rank: int64 [tensor_parallel], bytes stored over all layers; all equal.
-        solver: back end and engine.
+        solver: "ilp:" and the back end, or "ilp:start" where the start was proven good enough.
         seconds: wall time, pricing included.
     """
 

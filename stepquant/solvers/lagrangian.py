@@ -58,7 +58,10 @@ def solve_lagrangian(costs: Any, candidates: Any, sizes: Any, budget: int) -> Al
     budget = check_budget(budget)
     require_feasible(budget, table.smallest, table.elements, f"add a candidate below {table.candidates[0]} bits")
     weights = table.sizes[:, None] * np.asarray(table.candidates, np.int64)[None, :]
-    answer = relax(table.costs, weights, budget)
+    # Assignments lie whole steps above the smallest; the bound must not spend what is left of the last step.
+    step = int(np.gcd.reduce(table.sizes)) * int(np.gcd.reduce(np.diff(table.candidates), initial=0))
+    reachable = budget - (budget - table.smallest) % step if step else budget
+    answer = relax(table.costs, weights, reachable)
     return make_allocation(table, answer.choice, budget, answer.bound, "lagrangian", time.perf_counter() - started)
 
 

@@ -69,6 +69,18 @@ def test_ranks_that_cannot_be_equal_are_named():
         solve_heads(problem)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_budget_that_equal_ranks_need_is_stated(backend):
+    # Without equal ranks 8 + 3 * 4 bits a value would do; rank 1 has to store 16 bits as well.
+    pivots = np.array([[True, False, False, False]])
+    problem = HeadProblem(np.ones((1, 4, 2)), (4, 16), 8, 200, pivots, tensor_parallel=2)
+    with pytest.raises(InfeasibleError) as caught:
+        solve_heads(problem, backend)
+    for words in ("budget of 200 bits", "at least 256 bits (8.0000 a value) with equal bytes on 2", "fewer pivots"):
+        assert words in str(caught.value)
+    assert solve_heads(replace(problem, budget=256), backend).bits_used == 256
+
+
 def test_ranks_and_a_layer_that_exclude_each_other_are_named():
     # The pivot makes rank 0 start 8 bits a value ahead; the cap keeps rank 1 from catching up.
     pivots = np.array([[True, False, False, False]])
@@ -88,7 +100,9 @@ def test_an_unknown_back_end_is_named():
 def test_out_of_time_the_start_is_returned_with_its_gap(backend):
     rng = np.random.default_rng(5)
     costs = rng.lognormal(0, 2, (4, 8, 32, 1)) * 4.0 ** -np.array([3, 5, 16]) * rng.lognormal(0, 0.3, (4, 8, 32, 3))
-    problem = RowProblem(costs, (3, 5, 16), 8, int(5.37 * 1024 * 8), 8, tensor_parallel=4, time_limit=1e-3)
+    budget = int(5.37 * 1024 * 8)
+    cap = [5.0, NAN, NAN, NAN]  # else the start would be proven optimal
+    problem = RowProblem(costs, (3, 5, 16), 8, budget, 8, tensor_parallel=4, layer_cap=cap, time_limit=1e-3)
     answer = solve_rows(problem, backend, gap=1e-9)
     assert len(set(answer.bytes_per_rank.tolist())) == 1
     assert 0 < answer.gap < 0.2
