@@ -93,11 +93,13 @@ def paired_ratio(ours: Tensor, theirs: Tensor, resamples: int = 2000, seed: int 
 
 def summarise(figures: TokenFigures) -> dict[str, object]:
     """The figures of a row: ``kl_first``, ``kl_last``, ``kl_all`` and likewise excess_nll and top1, each with ``_ci``
-    `[low, high]`, and ``streams``, ``tokens``."""
+    `[low, high]`, ``kl_all_median`` (of the streams' means: a mean can be one stream's rare tokens), ``streams``, and
+    ``tokens``."""
     row: dict[str, object] = {"streams": figures.kl.shape[0], "tokens": figures.kl.shape[1]}
     for name in ("kl", "excess_nll", "top1"):
         for part in SPANS:
             found = interval(span(getattr(figures, name).double(), part).mean(1))
             row[f"{name}_{part}"] = found.mean
             row[f"{name}_{part}_ci"] = None if math.isnan(found.low) else [found.low, found.high]
+    row["kl_all_median"] = float(figures.kl.mean(1).quantile(0.5))
     return row
