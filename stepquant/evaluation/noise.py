@@ -17,9 +17,7 @@ NOISE = 0.1  # of the head's RMS
 
 
 @torch.no_grad()
-def noise_sensitivity(
-    loaded: LoadedModel, tokens: Tensor, replace: Replacement | None = None, seed: int = 0
-) -> Tensor:
+def noise_sensitivity(loaded: LoadedModel, tokens: Tensor, replace: Replacement | None = None, seed: int = 0) -> Tensor:
     """F `[L, H]` in nats a token per unit of squared output error (summed over the V value columns).
 
     Args:

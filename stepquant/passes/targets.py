@@ -14,6 +14,7 @@ import torch
 from stepquant.errors import InfeasibleError
 from stepquant.layout import KERNEL_GRANULARITY, PageLayout
 from stepquant.memory import GIB, ServingMemory, window_bytes
+from stepquant.passes.allocation import PIVOT_CHARGE
 from stepquant.passes.context import Context
 from stepquant.passes.pipeline import Pipeline
 
@@ -31,13 +32,13 @@ def resolve_budget(pipeline: Pipeline) -> Pipeline:
     if budget.target == "bits":
         return pipeline
     target = slot_target(context)
-    low, high = 2.0, 8.0
+    low, high = smallest_bits(context), 8.0
     smallest = _bytes_at(pipeline, low)
     if smallest is None or smallest > target:
-        shown = "no plan at 2 bits" if smallest is None else f"{smallest:,} bytes at 2 bits"
+        shown = "of which none meets the side constraints" if smallest is None else f"{smallest:,} bytes"
         raise InfeasibleError(
-            f"budget.{budget.target} leaves {target:,} bytes a slot; expected at least the smallest plan, {shown} with "
-            f"{context.recipe.pivots.count} pivots; raise the target or lower pivots.count"
+            f"budget.{budget.target} leaves {target:,} bytes a slot; expected at least the smallest plan, {shown}, "
+            f"with {context.recipe.pivots.count} pivots; raise the target or lower pivots.count"
         )
     if (largest := _bytes_at(pipeline, high)) is not None and largest <= target:
         low = high
@@ -47,6 +48,14 @@ def resolve_budget(pipeline: Pipeline) -> Pipeline:
         low, high = (middle, high) if size is not None and size <= target else (low, middle)
     context.progress.say(f"budget.{budget.target}: {target:,} bytes a slot give {low:.4f} bits a value")
     return _with_bits(pipeline, low)
+
+
+def smallest_bits(context: Context) -> float:
+    """Nominal bits a value at which every unit has the lowest candidate and pivots are charged 8 bits."""
+    g, count = context.geometry, context.recipe.pivots.count
+    pivots = count * (g.head_elements if context.unit == "head" else g.value_dim) / g.elements
+    lowest = (context.recipe.budget.candidates or (2,))[0]
+    return lowest * (1 - pivots) + PIVOT_CHARGE * pivots
 
 
 def slot_target(context: Context) -> int:
