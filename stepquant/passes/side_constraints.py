@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from stepquant.passes.allocation import Problem
 
 
+HEAD_GAP = 1e-3  # heads with two-bit scales on equal ranks: a smaller gap is rarely proven in time
+
+
 def needs_ilp(context: Context) -> bool:
     """Whether the recipe has a constraint that the closed solvers cannot take.
 
@@ -55,7 +58,7 @@ def solve_with_ilp(context: Context, problem: Problem) -> HeadAllocation:
             problem.table.reshape(layers, heads, -1), problem.candidates, g.head_elements, problem.budget + charge,
             pivots=problem.pivots.reshape(layers, heads), stored_bytes=_head_bytes(context, problem.candidates),
             **common,
-        ), backend)  # fmt: skip
+        ), backend, HEAD_GAP)  # fmt: skip
     return solve_rows(RowProblem(
         problem.table.reshape(layers, heads, g.key_dim, -1), problem.candidates, g.value_dim, problem.budget + charge,
         granularity=recipe.allocation.granularity, pivots=problem.pivots.reshape(layers, heads, g.key_dim), **common,
