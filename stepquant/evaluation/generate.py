@@ -116,7 +116,7 @@ def greedy_figures(reference: Tensor, variant: Tensor) -> dict[str, float]:
     differs = (reference != variant).double()
     prefix = (differs.cumsum(1) == 0).sum(1).minimum(written.sum(1))
     return {
-        "greedy_agreement": float(same.sum() / written.sum()),
+        "greedy_agreement": int(same.sum()) / int(written.sum()),
         "greedy_prefix": float(prefix.double().mean()),
         "greedy_length": float(theirs.sum(1).double().mean()),
         "greedy_length_fp32": float(written.sum(1).double().mean()),

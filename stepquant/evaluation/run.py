@@ -13,7 +13,7 @@ from stepquant.errors import ArtifactError, ModelError, RecipeError
 from stepquant.evaluation.allocator import small_operations
 from stepquant.evaluation.drift import DriftRun, VariantResult
 from stepquant.evaluation.metrics import paired_ratio
-from stepquant.evaluation.settings import EvaluateSettings
+from stepquant.evaluation.settings import AnalyseSettings, EvaluateSettings
 from stepquant.evaluation.streams import Streams, load_streams
 from stepquant.evaluation.variants import Variant, from_plan, named_variant, unique_names
 from stepquant.files import write_text
@@ -49,14 +49,15 @@ def _plan(settings: EvaluateSettings) -> LayoutPlan:
     return load_plan(settings.plan)
 
 
-def open_run(settings: EvaluateSettings, plan: LayoutPlan, progress: Progress) -> DriftRun:
+def open_run(settings: EvaluateSettings | AnalyseSettings, plan: LayoutPlan, progress: Progress) -> DriftRun:
     """Model, text and cache of an evaluation."""
     loaded = load_for_plan(settings.model, Path(str(settings.plan)), plan, settings.any_checkpoint, progress)
     data = settings.data
     streams = load_streams(loaded, streams=settings.streams, prefill=settings.prefill, decode=settings.decode,
                            source=data.source, path=data.path, split=data.split, seed=data.seed)  # fmt: skip
     cache = Cache(Path(settings.cache.dir).expanduser(), settings.cache.enabled)
-    return DriftRun(loaded, streams, settings.batch, cache, progress, settings.layers)
+    layers = isinstance(settings, EvaluateSettings) and settings.layers
+    return DriftRun(loaded, streams, settings.batch, cache, progress, layers)
 
 
 def evaluate_spread(settings: EvaluateSettings, run: DriftRun, variants: Sequence[Variant]) -> list[VariantResult]:

@@ -67,6 +67,34 @@ class EvaluateSettings:
     cache: CacheSettings = field(default_factory=CacheSettings)
 
 
+@dataclass(frozen=True)
+class AnalyseSettings:
+    """Settings of ``python -m stepquant.analyse NAME``.
+
+    Attributes:
+        plan: artifact directory; its calibration tables are used.
+        bits: precision of the rowwise INT that the analysis replays; by default the paper's (6, for octiles 4).
+        streams, prefill, decode: held-out text.
+        texts: more text files, for ``lifetimes``.
+        output: where numbers and figure go, by default build/analysis/NAME.
+        figure: write a figure.
+    """
+
+    plan: str | None = setting(None, optional(text))
+    bits: int | None = setting(None, optional(integer(2, 8)))
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: TextSettings = field(default_factory=TextSettings)
+    streams: int = setting(4, integer(1))
+    prefill: int = setting(512, integer(1))
+    decode: int = setting(1536, integer(1))
+    batch: int = setting(8, integer(1))
+    texts: tuple[str, ...] = setting((), words)
+    output: str | None = setting(None, optional(text))
+    figure: bool = setting(True, flag)
+    any_checkpoint: bool = setting(False, flag)
+    cache: CacheSettings = field(default_factory=CacheSettings)
+
+
 _UNREAD = {"data.segments", "data.length", "data.batch"}  # keys that the group `data` carries for calibration
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,7 +13,7 @@ from stepquant.evaluation.streams import Streams
 from stepquant.models.adapter import LoadedModel, load_model
 from stepquant.models.data import data_fingerprint
 from stepquant.plan import LayoutPlan
-from tests.models.checkpoints import save_checkpoint
+from tests.models.checkpoints import CONFIGS, save_checkpoint
 
 TYPES = {"gdn": "qwen3_5", "kda": "kimi_linear"}
 
@@ -19,7 +22,17 @@ TYPES = {"gdn": "qwen3_5", "kda": "kimi_linear"}
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("evaluation")
-    return load_model(save_checkpoint(TYPES[request.param], directory), tokenizer=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.models.checkpoints.CONFIGS", _wider(CONFIGS))
+        return load_model(save_checkpoint(TYPES[request.param], directory), tokenizer=False)
+
+
+def _wider(configs: dict[str, Any]) -> dict[str, Any]:
+    """The smallest configurations with states of 32 x 32: two-bit heads share row factors over 32 columns."""
+    configs = copy.deepcopy(configs)
+    configs["qwen3_5"]["text_config"].update(linear_key_head_dim=32, linear_value_head_dim=32)
+    configs["kimi_linear"]["linear_attn_config"]["head_dim"] = 32
+    return configs
 
 
 @pytest.fixture
@@ -39,7 +52,7 @@ def make_plan(loaded: LoadedModel, bits: int = 6, seed: int = 0) -> LayoutPlan:
     else:
         table = choice[torch.randint(0, 4, shape, generator=generator)]
     w = torch.exp(0.2 * torch.randn(shape, generator=generator))
-    spec = CodecSpec(codebook="head" if g.family == "gdn" else "shared", group=8)
+    spec = CodecSpec(codebook="head" if g.family == "gdn" else "shared", group=16)
     order = torch.argsort(-table.masked_fill(table == PIVOT, 0).short(), dim=-1, stable=True).short()
     return LayoutPlan("plan", g, spec, table, w, order, fingerprint=loaded.fingerprint)
 

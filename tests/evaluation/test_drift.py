@@ -51,11 +51,14 @@ def test_one_forward_gives_the_numbers_of_decoding(
     tokens = streams.ids[:, :-1]
     features = run_variant(loaded, readout, tokens, streams.prefill, variant)
     decoded = decode_with_cache(loaded, tokens, streams.prefill, variant)
-    difference = (readout.logits(features) - decoded).abs()
-    # Rounding of the last digit may move a code in one of the two, after which they differ by one quantisation step.
-    assert float(difference.median()) < 1e-4
+    difference = (readout.logits(features) - decoded).square().mean()
     if name == "fp32":
-        assert float(difference.max()) < 1e-3
+        torch.testing.assert_close(readout.logits(features), decoded, rtol=0, atol=1e-3)
+        return
+    # The last digit may move a code in one of the two, which is then off by a quantisation step and goes its own way:
+    # far less than what all the codes are off from FP32.
+    exact = readout.logits(run_variant(loaded, readout, tokens, streams.prefill, None))
+    assert difference < 0.05 * (decoded - exact).square().mean()
 
 
 def test_the_features_give_the_models_logits(loaded: LoadedModel, streams: Streams) -> None:

@@ -18,15 +18,15 @@ from tests.evaluation.conftest import make_plan
 
 @pytest.mark.parametrize(
     ("name", "bits"),
-    [("fp32", 32), ("bf16", 16), ("fp16", 16), ("native", 32), ("int8", 9), ("int4", 5), ("qmamba6", 8),
-     ("spatial4", 6), ("nvfp4", 4 + 8 / 16 + 32 / 256), ("int3@8", 4), ("spatial6@4:int8", 8)],
+    [("fp32", 32), ("bf16", 16), ("fp16", 16), ("native", 32), ("int8", 8.5), ("int4", 4.5), ("qmamba6", 7),
+     ("spatial4", 5), ("nvfp4", 4 + 8 / 16 + 32 / 1024), ("int3@8", 3.5), ("spatial6@4:int8", 7)],
 )  # fmt: skip
 def test_names(plan: LayoutPlan, name: str, bits: float) -> None:
     variant = named_variant(name, plan)
     assert variant.name == name
-    assert variant.bits_per_value == bits  # 16 x 16 states: a scale vector costs one bit a value
+    assert variant.bits_per_value == bits  # 32 x 32 states: a scale vector costs half a bit a value
     codec = variant.codec(0, torch.device("cpu"))
-    x = torch.randn(1, plan.geometry.num_heads, 16, 16)
+    x = torch.randn(1, plan.geometry.num_heads, 32, 32)
     if name in ("fp32", "native"):
         assert codec is None
     else:
