@@ -57,7 +57,7 @@ def compile_plans(family: str, build: Path, cache: str) -> dict[str, Path]:
         name = label.replace(", ", "_").replace(" ", "_")
         output = build / f"{family}_{name}"
         filled = [o.format(f=family, pivots=PIVOTS[family]) for o in overrides]
-        filled += [f"name={name}", f"output={output}", f"cache.dir={cache}"]
+        filled += [f"name={name}", f"output='{output}'", f"cache.dir='{Path(cache).expanduser()}'"]
         compile_recipe(compose_recipe(recipe.format(f=family), filled), quiet=True)
         found[label] = output
         print(f"{family}: compiled {label}", file=sys.stderr)

@@ -13,7 +13,7 @@ from stepquant.errors import ArtifactError, ModelError, RecipeError
 from stepquant.evaluation.allocator import small_operations
 from stepquant.evaluation.drift import DriftRun, VariantResult
 from stepquant.evaluation.metrics import paired_ratio
-from stepquant.evaluation.settings import AnalyseSettings, EvaluateSettings
+from stepquant.evaluation.settings import AnalyseSettings, EvaluateSettings, HarnessSettings
 from stepquant.evaluation.streams import Streams, load_streams
 from stepquant.evaluation.variants import Variant, from_plan, named_variant, unique_names
 from stepquant.files import write_text
@@ -83,7 +83,7 @@ def _fill_cache(settings: EvaluateSettings, names: Sequence[str]) -> None:
     open_run(settings, plan, Progress(quiet=True)).evaluate(variants)
 
 
-def chosen_variants(settings: EvaluateSettings, plan: LayoutPlan) -> list[Variant]:
+def chosen_variants(settings: EvaluateSettings | HarnessSettings, plan: LayoutPlan) -> list[Variant]:
     """The plan and what it is compared with; refuses a bad name before anything is loaded."""
     packed = settings.path == "packed"
     tables = None

@@ -95,6 +95,41 @@ class AnalyseSettings:
     cache: CacheSettings = field(default_factory=CacheSettings)
 
 
+@dataclass(frozen=True)
+class HarnessSettings:
+    """Settings of ``python -m stepquant.harness``.
+
+    Attributes:
+        plan: artifact directory.
+        against: other variants, as of `EvaluateSettings`; ``fp32`` is the reference.
+        tasks: names of lm-eval tasks.
+        include: directory of more task files.
+        limit: samples of a task, all by default.
+        num_fewshot: examples in the prompt, the task's own number by default.
+        max_tokens: most tokens of an answer, the task's own limit by default.
+        chat: put prompts into the tokenizer's chat template.
+        likelihood: ``refuse`` likelihood tasks, or ``decode`` them token by token.
+        path: ``simulated`` or ``packed``.
+        seed: of few-shot choices and sampling.
+        json: file for the rows.
+    """
+
+    plan: str | None = setting(None, optional(text))
+    against: tuple[str, ...] = setting(("fp32",), words)
+    tasks: tuple[str, ...] = setting((), words)
+    include: str | None = setting(None, optional(text))
+    limit: int | None = setting(None, optional(integer(1)))
+    num_fewshot: int | None = setting(None, optional(integer(0)))
+    max_tokens: int | None = setting(None, optional(integer(1)))
+    chat: bool = setting(False, flag)
+    likelihood: str = setting("refuse", choice("refuse", "decode"))
+    path: str = setting("simulated", choice("simulated", "packed"))
+    model: ModelSettings = field(default_factory=ModelSettings)
+    any_checkpoint: bool = setting(False, flag)
+    seed: int = setting(0, integer(0))
+    json: str | None = setting(None, optional(text))
+
+
 _UNREAD = {"data.segments", "data.length", "data.batch"}  # keys that the group `data` carries for calibration
 
 
