@@ -31,10 +31,10 @@ def run(config: Any) -> None:
     require_lm_eval()
     plan, progress = load_plan(settings.plan), Progress()
     variants = chosen_variants(settings, plan)
-    check_tasks(settings)
+    manager = check_tasks(settings)
     loaded = load_for_plan(settings.model, Path(settings.plan), plan, settings.any_checkpoint, progress)
     with small_operations(loaded.device):
-        rows = run_tasks(settings, loaded, variants, progress)
+        rows = run_tasks(settings, manager, loaded, variants, progress)
     table = Table("variant", "bits/value", "W", "task", "metric", "value", "tokens an answer", "cut at the limit")
     for row in rows:
         value = f"{row['value']:.4f}" + (f" ± {row['stderr']:.4f}" if row["stderr"] else "")

@@ -179,13 +179,7 @@ def check_tasks(settings: HarnessSettings) -> Any:
     Raises:
         RecipeError: unknown tasks, or likelihood tasks without ``likelihood=decode``.
     """
-    from lm_eval.tasks import TaskManager, get_task_dict
-
-    manager = TaskManager(include_path=settings.include)
-    try:
-        found = dict(_flat(get_task_dict(list(settings.tasks), manager)))
-    except (KeyError, ValueError, FileNotFoundError) as error:
-        raise RecipeError(f"tasks {list(settings.tasks)} cannot be loaded by lm-eval: {error}") from None
+    manager, found = _find_tasks(settings)
     kinds = {name: str(task.get_config("output_type")) for name, task in found.items()}
     likelihood = sorted(name for name, kind in kinds.items() if kind != "generate_until")
     if likelihood and settings.likelihood == "refuse":
@@ -197,6 +191,20 @@ def check_tasks(settings: HarnessSettings) -> Any:
     return manager
 
 
+def _find_tasks(settings: HarnessSettings) -> tuple[Any, dict[str, Any]]:
+    """Task manager and tasks by name; the harness' own thousands are indexed only where ``include`` has not all."""
+    from lm_eval.tasks import TaskManager, get_task_dict
+
+    failure: Exception | None = None
+    for own in (False, True) if settings.include else (True,):
+        try:
+            manager = TaskManager(include_path=settings.include, include_defaults=own)
+            return manager, dict(_flat(get_task_dict(list(settings.tasks), manager)))
+        except (KeyError, ValueError, FileNotFoundError) as error:
+            failure = error
+    raise RecipeError(f"tasks {list(settings.tasks)} cannot be loaded by lm-eval: {failure}")
+
+
 def _flat(tasks: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
     for name, task in tasks.items():
         if isinstance(task, dict):
@@ -206,12 +214,12 @@ def _flat(tasks: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def run_tasks(
-    settings: HarnessSettings, loaded: LoadedModel, variants: Sequence[Variant], progress: Progress
+    settings: HarnessSettings, manager: Any, loaded: LoadedModel, variants: Sequence[Variant], progress: Progress
 ) -> list[dict[str, Any]]:
     """One row a variant, task and metric: ``variant, task, metric, value, stderr, samples, mean_tokens, capped``."""
     import lm_eval
 
-    manager, rows = check_tasks(settings), []
+    rows: list[dict[str, Any]] = []
     if loaded.tokenizer is None:
         raise BackendError("the checkpoint has no tokenizer; the harness' tasks are text")
     for variant in variants:
