@@ -15,10 +15,15 @@ every plane covers an aligned run of slots:
   code, z = 2^(8-b) q in two's complement, so that a row of b bits is the upper b bits of a signed byte. The four levels
   -3, -1, 1, 3 of a two-bit head are stored as -2, -1, 0, 1.
 
-Words are made for the matrix units: four slots of one value column are four neighbouring bytes. A nibble plane is
-``[slots/4, V/2, 4]`` bytes, and a byte holds column j in its lower and column j + V/2 in its upper nibble. A two-bit
-plane is ``[slots/8, V/2, 4]`` bytes: slots 8m + i (bits 0-1: column j, 2-3: column j + V/2) and 8m + 4 + i (bits 4-5,
-6-7). Unpacking is then a shift and a mask of whole words, and gives tiles that the matrix units take as they are.
+Planes are laid out for the matrix units. With J = V/2, column halves h, and columns of a half in blocks of B = 16 (8
+where J is no multiple of 16), name the slots 8m + 4s + i and the columns h J + B b + 8 e + l. Then
+
+    nibble plane    [slots/8, J/B, 8, 2, B/8, 4] = [m, b, l, s, e, i] bytes; bits 4h .. 4h+3 are the nibble of half h
+    two-bit plane   [slots/8, J/B, 8, B/8, 4]    = [m, b, l, e, i] bytes; bits 4s + 2h and the next are the two bits
+
+so that unpacking is a shift and a mask of whole words, a thread loads 8 bytes at a stretch and a warp whole 128-byte
+lines, and what it gets are the operand registers of an int8 matrix instruction: four slots a register, a warp's lanes
+over (l, m mod 4). (Granularities below 8 pack rows one after another, for accounting; no kernel reads those.)
 
 Counts that are no multiple of the granularity are rounded up from the top: a few rows are kept in slots one precision
 wider than they need (their codes do not change), and the last class is rounded up with unused slots. That is the

@@ -13,36 +13,51 @@ from torch import Tensor
 
 from stepquant.codec.dual_axis import Codes, DualAxisCodec
 from stepquant.codec.spec import PIVOT, CodecSpec
-from stepquant.layout import PARTS, PageLayout
+from stepquant.layout import KERNEL_GRANULARITY, PARTS, PageLayout
 
 
-def merge_columns(fields: Tensor, width: int, word: int) -> Tensor:
+def merge_columns(fields: Tensor, width: int, blocked: bool) -> Tensor:
     """Pack fields `[..., K, V]` uint8 of `width` bits (4 or 2) into plane bytes `[..., K * V * width / 8]`.
 
     Args:
         fields: one field an element, in the low bits.
         width: bits of a field.
-        word: slots of one column that are neighbouring bytes (4, less when the granularity is).
+        blocked: lay the bytes out for the kernels (`stepquant.layout`); otherwise rows one after another.
     """
-    if width == 4:
-        return _words(_halves(fields), word)
-    if word == 4:  # slots 8m + i below, 8m + 4 + i above
-        halves = _halves(fields, 2).unflatten(-2, (-1, 2, 4))
-        return _words((halves[..., 0, :, :] | halves[..., 1, :, :] << 4).flatten(-3, -2), word)
-    return _words(_halves(_halves(fields, 2)), word)
+    if not blocked:
+        halves = _halves(fields, width)
+        return (halves if width == 4 else _halves(halves, 4)).flatten(-2)
+    x = _halves(fields, width).unflatten(-1, _column_blocks(fields.shape[-1])).unflatten(-4, (-1, 2, 4))
+    x = x.movedim((-6, -3, -1, -5, -2, -4), (-6, -5, -4, -3, -2, -1))  # (m, s, i, b, e, l) to (m, b, l, s, e, i)
+    if width == 2:
+        x = x[..., 0, :, :] | x[..., 1, :, :] << 4
+    return x.flatten(-6 if width == 4 else -5)
 
 
-def split_columns(plane: Tensor, width: int, word: int, key_dim: int) -> Tensor:
+def split_columns(plane: Tensor, width: int, blocked: bool, key_dim: int) -> Tensor:
     """Inverse of `merge_columns`: plane bytes to fields `[..., K, V]`, in the low bits of uint8."""
+    if not blocked:
+        x = plane.unflatten(-1, (key_dim, -1))
+        return _unhalves(x if width == 4 else _unhalves(x, 4), width)
+    columns = plane.shape[-1] * 8 // width // key_dim
+    blocks, wide, lanes = _column_blocks(columns)
     if width == 4:
-        return _unhalves(_rows(plane, word, key_dim), 4)
-    if word == 4:
-        rows = _rows(plane, word, key_dim // 2).unflatten(-2, (-1, 1, 4))
-        return _unhalves(torch.cat([rows & 15, rows >> 4], -3).flatten(-4, -2), 2)
-    return _unhalves(_unhalves(_rows(plane, word, key_dim), 4), 2)
+        x = plane.unflatten(-1, (key_dim // 8, blocks, lanes, 2, wide, 4))
+    else:
+        x = plane.unflatten(-1, (key_dim // 8, blocks, lanes, wide, 4))
+        x = torch.stack([x & 15, x >> 4], -3)
+    x = x.movedim((-6, -3, -1, -5, -2, -4), (-6, -5, -4, -3, -2, -1))  # (m, b, l, s, e, i) to (m, s, i, b, e, l)
+    return _unhalves(x.flatten(-3).flatten(-4, -2), width)
 
 
-def _halves(x: Tensor, shift: int = 4) -> Tensor:
+def _column_blocks(columns: int) -> tuple[int, int, int]:
+    """Columns of one half as (b, e, l)."""
+    half = columns // 2
+    block = 16 if half % 16 == 0 else 8
+    return half // block, block // 8, 8
+
+
+def _halves(x: Tensor, shift: int) -> Tensor:
     """Column j and column j + V/2 in one byte."""
     low, high = x.chunk(2, -1)
     return low | high << shift
@@ -51,15 +66,6 @@ def _halves(x: Tensor, shift: int = 4) -> Tensor:
 def _unhalves(x: Tensor, shift: int) -> Tensor:
     mask = (1 << shift) - 1
     return torch.cat([x & mask, x >> shift & mask], -1)
-
-
-def _words(x: Tensor, word: int) -> Tensor:
-    """`[..., K, C]` bytes with `word` slots of a column side by side, flat."""
-    return x.unflatten(-2, (-1, word)).transpose(-1, -2).flatten(-3)
-
-
-def _rows(x: Tensor, word: int, key_dim: int) -> Tensor:
-    return x.unflatten(-1, (key_dim // word, -1, word)).transpose(-1, -2).flatten(-3, -2)
 
 
 class PackedCodec:
@@ -81,7 +87,7 @@ class PackedCodec:
         self.codec = DualAxisCodec(bits, w, spec, layout.value_dim)
         self.page_bytes = int(layout.layer_bytes[layer])
         self.groups = layout.value_dim // spec.group if self.codec.four_heads is not None else 1
-        self.word = min(4, layout.granularity)
+        self.blocked = layout.granularity % KERNEL_GRANULARITY == 0
         self.order = torch.from_numpy(layout.permutation[layer].astype(np.int64)).to(device).unsqueeze(-1)
         self.shift = torch.where(bits == PIVOT, 0, 8 - bits.int()).unsqueeze(-1)
         self.four = ((bits == 2) & (spec.codebook == "head")).unsqueeze(-1)
@@ -104,10 +110,10 @@ class PackedCodec:
         r = stored.r * self.codec.integer  # a pivot row's slot holds zero
         r = r if r.shape[-1] == self.groups else r.expand(*r.shape[:-1], self.groups)
         parts = {
-            "high4": merge_columns(codes >> 4, 4, self.word),
-            "low4": merge_columns(codes & 15, 4, self.word),
-            "low2": merge_columns(codes >> 2 & 3, 2, self._crumb_word),
-            "top2": merge_columns(codes >> 6, 2, self._crumb_word),
+            "high4": merge_columns(codes >> 4, 4, self.blocked),
+            "low4": merge_columns(codes & 15, 4, self.blocked),
+            "low2": merge_columns(codes >> 2 & 3, 2, self.blocked),
+            "top2": merge_columns(codes >> 6, 2, self.blocked),
             "r": self._to_slots(r).transpose(-1, -2).contiguous().view(torch.uint8).flatten(-2),
             "c": stored.c.contiguous().view(torch.uint8),
             "pivots": self._to_slots(stored.pivots).contiguous().view(torch.uint8).flatten(-2),
@@ -120,10 +126,10 @@ class PackedCodec:
         k, v = self.layout.key_dim, self.layout.value_dim
         full = torch.nn.functional.pad(pages, (0, 1))[:, self.scatter].unflatten(1, (self.layout.num_heads, -1))
         parts = dict(zip(PARTS, full.split(_full_sizes(k, v, self.groups), -1), strict=True))
-        codes = split_columns(parts["high4"], 4, self.word, k) << 4
-        codes = codes | split_columns(parts["low4"], 4, self.word, k)
-        codes = codes | split_columns(parts["low2"], 2, self._crumb_word, k) << 2
-        codes = codes | split_columns(parts["top2"], 2, self._crumb_word, k) << 6
+        codes = split_columns(parts["high4"], 4, self.blocked, k) << 4
+        codes = codes | split_columns(parts["low4"], 4, self.blocked, k)
+        codes = codes | split_columns(parts["low2"], 2, self.blocked, k) << 2
+        codes = codes | split_columns(parts["top2"], 2, self.blocked, k) << 6
         codes = self._to_rows(codes).view(torch.int8).int() >> self.shift
         codes = torch.where(self.four, 2 * codes + 1, codes).to(torch.int8)
         r = self._to_rows(_half(parts["r"]).unflatten(-1, (self.groups, k)).transpose(-1, -2))
@@ -131,11 +137,6 @@ class PackedCodec:
             r = torch.where(self.four, r, r[..., :1])
         pivots = self._to_rows(_half(parts["pivots"]).unflatten(-1, (k, v)))
         return Codes(codes, r, _half(parts["c"]), pivots)
-
-    @property
-    def _crumb_word(self) -> int:
-        """Word height of two-bit planes; 4 stands for the two-level form, which needs a granularity of 8."""
-        return self.word if self.layout.granularity >= 8 else min(2, self.word)
 
     def _to_slots(self, x: Tensor) -> Tensor:
         """Rows `[B, H, K, *]` in slot order."""

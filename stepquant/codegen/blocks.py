@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stepquant.codegen.planes import T_BITS, T_ROW, table_offset
-from stepquant.codegen.tile import factor_rows, max_rows, spread_columns, spread_rows, sum_columns, sum_rows
+from stepquant.codegen.table import T_ROW, table_offset
+from stepquant.codegen.tile import max_rows, spread_columns, spread_rows, sum_columns, sum_rows
 from stepquant.codegen.words import ROUND, power_of_two, reciprocal, square_root, to_scale
 
 
@@ -24,79 +24,100 @@ def decay_of(p_a, p_dt_bias, a_log, o, inside):
 
 
 @triton.jit
-def quantise(y, inv_c, step, top, FOUR: tl.constexpr):
-    """Nearest code of `y / c` in units of z: a multiple of `step` within `top`, ties to even; y is X / r."""
-    if FOUR:  # sign and magnitude, threshold at 2 code units; zero counts as positive
-        t = y * inv_c
-        size = tl.where(tl.abs(t) >= 64.0, 96.0, 32.0)
-        z = tl.where(t < 0, -size, size) * top
+def quantise(y, c, top, JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr, FOUR: tl.constexpr):
+    """Nearest code of `y / c` in units of z, ties to even; y is X / r and c compact, already rounded to FP16.
+    """
+    inv_c = spread_columns(reciprocal(c.to(tl.float32)), JP, E, G)
+    if FOUR:
+        z = four_levels(y * inv_c) * top
     else:
-        shift = ROUND * step  # rounds to a multiple of step
+        shift = ROUND * (128.0 - top)  # rounds to a multiple of z of one code
         z = (y * inv_c + shift) - shift
         z = tl.minimum(tl.maximum(z, -top), top)
     return z
 
 
 @triton.jit
+def four_levels(t):
+    """Sign and magnitude: -96, -32, 32, 96 with thresholds at 2 code units of 32; zero counts as positive."""
+    size = tl.where(tl.abs(t) >= 64.0, 96.0, 32.0)
+    return tl.where(t < 0, -size, size)
+
+
+@triton.jit
+def round_codes(
+    y, c, top, JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, FOUR: tl.constexpr
+):
+    """The final codes as floats 1.5 * 2^23 + z; those of a uniform head (BITS > 0) are clamped when they are packed."""
+    inv_c = spread_columns(reciprocal(c.to(tl.float32)), JP, E, G)
+    if FOUR:
+        x = four_levels(y * inv_c) * top + ROUND
+    elif BITS > 0:
+        x = (y * inv_c + ROUND * (128.0 - top)) - ROUND * (127.0 - top)
+    else:
+        shift = ROUND * (128.0 - top)
+        z = (y * inv_c + shift) - shift
+        x = tl.minimum(tl.maximum(z, -top), top) + ROUND
+    return x
+
+
+@triton.jit
 def fit_codes(
-    x, w, inv_w, step, top, inv_top, unit, M: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
-    REFITS: tl.constexpr, UNIFORM: tl.constexpr, FOUR: tl.constexpr,
+    x, w, inv_w, top, inv_top, unit, M: tl.constexpr, JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr,
+    REFITS: tl.constexpr, BITS: tl.constexpr, FOUR: tl.constexpr,
 ):  # fmt: skip
     """Dual-axis fit of a head held on the chip.
 
     Args:
         x: the state tile, FP32; zero in columns that do not exist.
         w: row weights, compact; inv_w: 1 / (n w), n the columns that share a row factor.
-        step, top: z of one code and of the largest one, against the tile; inv_top: 1 / top. Scalars in a uniform head
-            (where rows that do not exist are zero anyway); otherwise rows without codes have a top and inv_top of 0.
-            In four-level heads top is 1 in rows that exist.
+        top: z of the largest code, against the tile; inv_top: 1 / top. Scalars in a uniform head
+            (BITS > 0, where rows that do not exist are zero anyway); otherwise rows without codes have a top and
+            inv_top of 0. In four-level heads top is 1 in rows that exist.
         unit: what a stored row factor is multiplied by to be in units of z.
 
     Returns:
-        The tile of codes in units of z, r and c in FP16, compact.
+        The tile of codes as `round_codes` gives them, r and c in FP16, compact.
     """
-    V: tl.constexpr = 2 * G * C
-    n: tl.constexpr = C if FOUR else V
+    n: tl.constexpr = JP // G if FOUR else 2 * JP
     r = to_scale(square_root(tl.maximum(sum_columns(tl.abs(x), M, G, FOUR) * inv_w, 1e-20 * n * inv_w)))
     rho = r.to(tl.float32) * unit
     weight = rho * w
     y = x * spread_rows(reciprocal(rho), M, G, FOUR)
-    if UNIFORM:
-        c = to_scale(max_rows(tl.abs(y), V) * inv_top)
+    if BITS > 0:
+        c = to_scale(max_rows(tl.abs(y), JP, E) * inv_top)
     else:
-        c = to_scale(max_rows(tl.abs(y) * inv_top, V))
-    z = quantise(y, spread_columns(reciprocal(c.to(tl.float32)), G, C), step, top, FOUR)
+        c = to_scale(max_rows(tl.abs(y) * inv_top, JP, E))
     for _ in tl.static_range(REFITS):
+        z = quantise(y, c, top, JP, E, G, FOUR)
         part = z * spread_rows(weight * weight, M, G, FOUR)
-        numerator, denominator = sum_rows(part * y, part * z, V)
+        numerator, denominator = sum_rows(part, y, part, z, JP, E)
         refit = to_scale(numerator * reciprocal(tl.maximum(denominator, 1e-37)))
         c = tl.where(denominator > 0, refit, c)
-        z = quantise(y, spread_columns(reciprocal(c.to(tl.float32)), G, C), step, top, FOUR)
-    return z, r, c
+    return round_codes(y, c, top, JP, E, G, BITS, FOUR), r, c
 
 
 @triton.jit
-def code_constants(p_bits, p_table, slot, K: tl.constexpr, M: tl.constexpr, UNIFORM: tl.constexpr, FOUR: tl.constexpr):
-    """z of one code, of the largest one and its reciprocal, as `fit_codes` takes them, and the unit of row factors.
+def code_constants(p_bits, slot, K: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, FOUR: tl.constexpr):
+    """z of the largest code and its reciprocal, as `fit_codes` takes them, and the unit of row factors.
 
     In the ``head`` codebook a code stands for q, not for z = 2^(8-b) q: the unit of its row factors is 2^(b-8).
     """
     if FOUR:
-        step, top, inv_top, unit = 32.0, 1.0, 1.0 / 96.0, 1.0 / 32.0
+        top, inv_top, unit = 1.0, 1.0 / 96.0, 1.0 / 32.0
         if K < 8 * M:
             top = spread_rows(tl.where(slot < K, 1.0, 0.0), M, 1, False)
-    elif UNIFORM:
-        bits = tl.load(p_table + T_BITS)
-        step = power_of_two(8 - bits)
-        top, inv_top, unit = 128.0 - step, _inverse_top(bits), power_of_two(bits - 8)
+    elif BITS > 0:
+        top: tl.constexpr = 128.0 - 2.0 ** (8 - BITS)
+        inv_top, unit = 1.0 / top, 2.0 ** (BITS - 8)
     else:
         bits = tl.load(p_bits + slot, mask=slot < K, other=16).to(tl.int32)
         coded = bits < 16
         step = power_of_two(tl.where(coded, 8 - bits, 0))
         top = spread_rows(tl.where(coded, 128.0 - step, 0.0), M, 1, False)
         inv_top = spread_rows(tl.where(coded, _inverse_top(bits), 0.0), M, 1, False)
-        step, unit = spread_rows(step, M, 1, False), 1.0
-    return step, top, inv_top, unit
+        unit = 1.0
+    return top, inv_top, unit
 
 
 @triton.jit
@@ -110,12 +131,12 @@ def _inverse_top(bits):
 def row_factors(
     p_page, p_table, slot, K: tl.constexpr, KP: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, FOUR: tl.constexpr
 ):
-    """Pointers to the stored row factors, compact, and which exist; HALF is the groups of half the columns (J / C)."""
+    """Pointers to the stored row factors, compact, and which exist; HALF is the groups that half the columns have."""
     p_r = (p_page + table_offset(p_table, T_ROW)).to(tl.pointer_type(tl.float16))
     if FOUR:
-        row, g, h = factor_rows(KP, G)
-        slot = 8 * (row // 8) + 4 * (row % 2) + (row // 2) % 4
-        p_r, inside = p_r + (HALF * h + g) * K + slot, (slot < K) & (g < HALF)
+        o = tl.arange(0, KP * 2 * G)
+        g, h = (o // KP) % G, o // (KP * G)
+        p_r, inside = p_r + (HALF * h + g) * K + o % KP, (o % KP < K) & (g < HALF)
     else:
         p_r, inside = p_r + slot, slot < K
     return p_r, inside
@@ -139,8 +160,7 @@ def store_pivots(p_pivots, x, o_p, n_pivots, col, col_in, V: tl.constexpr):
 def pivot_vector(x, o_p, n_pivots, K: tl.constexpr, KP: tl.constexpr):
     """Entries of compact rows for pivot rows `o_p`, `[PB, 1]`, zero past the last; pivots are in the last slots."""
     slot = tl.minimum(K - n_pivots + o_p, KP - 1)
-    compact = 8 * (slot // 8) + 2 * (slot % 4) + (slot // 4) % 2
-    return tl.where(o_p < n_pivots, tl.gather(x, compact, 0), 0.0)[:, None]
+    return tl.where(o_p < n_pivots, tl.gather(x, slot, 0), 0.0)[:, None]
 
 
 @triton.jit

@@ -68,6 +68,7 @@ def _header(spec: KernelSpec, name: str, plan_hash: str) -> str:
     constants = {**spec.constants, "UNIFORM": spec.uniform}
     if spec.window > 1:
         constants |= {"SHARED_KEYS": spec.family == "gdn", "INT8": spec.buffer == "int8", "MATRIX": _matrix(spec)}
+        constants["PERMUTED"] = spec.permuted
     lines = "\n".join(f"{key} = tl.constexpr({value})" for key, value in constants.items())
     return Template(t.HEADER).substitute(
         title=title, version=GENERATOR_VERSION, plan=plan_hash[:16], summary=summary, constants=lines
@@ -76,32 +77,28 @@ def _header(spec: KernelSpec, name: str, plan_hash: str) -> str:
 
 def _token(spec: KernelSpec) -> str:
     kda = spec.family == "kda"
-    gate = "i_h * K + row, row_in" if kda else "i_h, True"
-    decay = f"decay_of(a + i_n * stride_a, dt_bias, a_log, {gate})"
-    if not kda:
-        decay = f"{decay} + tl.zeros([KP], tl.float32)"
+    place = "i_h * K + row, row_in" if kda else "i_h, True"
+    decay = f"decay_of(a + i_n * stride_a, dt_bias, a_log, {place})"
     return Template(t.LOAD_TOKEN).substitute(
         row="tl.load(order + i_h * K + slot, mask=row_in, other=0)" if spec.permuted else "slot",
-        decay=decay,
+        gate=f"    decay = {decay}\n" if kda else f"    gate = {decay}\n    decay = gate + tl.zeros([KP], tl.float32)\n",
         round_beta="" if kda else ".to(b.dtype.element_ty).to(tl.float32)",
     )
 
 
 def _dispatch(spec: KernelSpec, call: str, pivots: str) -> str:
-    """Call the body of each kind of head that the plan has."""
-    plain = call.format(G="1", C="JP", FOUR=False)
-    four = call.format(G="JP // GROUP", C="GROUP", FOUR=True)
-    kinds = []
-    if any(b != 2 or not spec.four for b in spec.precisions):
-        kinds.append(("0", plain))
-    if spec.four:
-        kinds.append(("1", four))
+    """Call the body of each kind of head that the plan has, specialised to its precision where heads have one."""
+    if not spec.uniform:
+        planes = ", ".join(f"{n}={n}" for n in ("NIBBLES", "EIGHT", "SIX", "TWO"))
+        return f"    {call.format(kind=f'G=1, FOUR=False, BITS=0, ARCH=ARCH, {planes}')}\n"
+    lines = ["    i_bits = tl.load(p_table + T_BITS)\n"]
+    for bits in spec.precisions:
+        four = bits == 2
+        kind = f"G={'JP // GROUP' if four else 1}, FOUR={four}, BITS={bits}, ARCH=ARCH, "
+        kind += f"NIBBLES={not four}, EIGHT={bits == 8}, SIX={bits == 6}, TWO={four}"
+        lines.append(f"    if i_bits == {bits}:\n        {call.format(kind=kind)}\n")
     if spec.pivots == "heads" and pivots:
-        kinds.append(("2", pivots))
-    if len(kinds) == 1 and spec.pivots != "heads":
-        return f"    {kinds[0][1]}\n"
-    lines = ["    i_kind = tl.load(p_table + T_KIND)\n"]
-    lines += [f"    if i_kind == {kind}:\n        {body}\n" for kind, body in kinds]
+        lines.append(f"    if i_bits == 16:\n        {pivots}\n")
     return "".join(lines)
 
 
@@ -113,10 +110,10 @@ def _step(spec: KernelSpec) -> str:
         mask_pivots=t.MASK_PIVOTS if rows else "",
         update_pivots=t.UPDATE_PIVOTS if rows else "",
     )
-    vectors = "x_q, x_k, x_v, decay, beta"
+    vectors = "x_q, x_k, qk, x_v, decay, beta"
     call = (
         f"step_codes(p_page, p_table, p_w, p_bits, {vectors}, slot, row_in, col, col_in, p_out, "
-        "{G}, {C}, {FOUR})"
+        "{kind})"
     )
     pivots = f"step_pivots(p_page, p_table, {vectors}, col, col_in, p_out)"
     kernel = Template(t.STEP_KERNEL).substitute(token=_token(spec), dispatch=_dispatch(spec, call, pivots))
@@ -131,7 +128,7 @@ def _dense(spec: KernelSpec, name: str) -> str:
     head, constants = Template(t.DENSE_HEAD).substitute(), "p_w, p_bits" if name == "pack" else "p_bits"
     call = (
         f"{name}_codes(p_page, p_table, {constants}, p_state, p_order, stride_row, stride_col, col, col_in, "
-        "{G}, {C}, {FOUR})"
+        "{kind})"
     )
     pivots = Template(t.DENSE_PIVOTS).substitute(name=name, permuted=spec.permuted) if spec.pivots != "none" else ""
     return Template(t.PACK if name == "pack" else t.UNPACK).substitute(
@@ -164,20 +161,17 @@ def _buffers(spec: KernelSpec) -> str:
 def _read(spec: KernelSpec) -> str:
     kda = spec.family == "kda"
     call = (
-        "h_k, h_q = read_codes(p_page, p_table, p_bits, x_q, x_k, base, slot, col, col_in, {G}, {C}, {FOUR})"
+        "h_k, h_q = read_codes(p_page, p_table, p_bits, x_q, x_k, base, slot, col, col_in, {kind})"
     )
     buffers, read_pivots = _buffers(spec), ""
     if spec.pivots != "none":
         read_pivots = t.READ_PIVOTS.replace("decay", "base")
-    if not kda:
-        buffers += "    ratio = tl.load(p_ratio + o_w, mask=o_w < n_pending, other=0.0) * tl.max(decay, 0)\n"
     return Template(tw.READ).substitute(
         planes=PLANES,
         token=_token(spec),
         buffers=buffers,
         dispatch=_dispatch(spec, call, ""),
         read_pivots=read_pivots,
-        entry_decay="decay[None, :]" if kda else "ratio[:, None]",
         append=tw.APPEND_KDA if kda else tw.APPEND_GDN,
     )
 
@@ -187,7 +181,7 @@ def _fold(spec: KernelSpec, name: str) -> str:
     window = "o_key, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending"
     call = (
         "fold_codes(p_page, p_table, p_w, p_bits, x_k, u, decay, gamma, slot, row_in, col, col_in, "
-        f"{window}, {{G}}, {{C}}, {{FOUR}})"
+        f"{window}, order + i_h * K, {{kind}})"
     )
     pivots = f"fold_pivot_head(p_page, p_table, x_k, u, decay, gamma, row_in, col, col_in, {window}, "
     dispatch = _dispatch(spec, call, pivots + "K)")
@@ -196,6 +190,7 @@ def _fold(spec: KernelSpec, name: str) -> str:
     fold = tw.FOLD.split("\n\n\n@triton.jit\ndef fold(")
     body = Template(fold[0]).substitute(
         planes=PLANES,
+        tile_decay="spread_rows(decay, M, 1, False)" if spec.family == "kda" else "tl.max(decay, 0)",
         mask_pivots="    n_pivots = tl.load(p_table + T_PIVOTS)\n" + t.MASK_PIVOTS if rows else "",
     )
     kernel = "\n@triton.jit\ndef fold(" + fold[1] if name == "fold" else tw.FLUSH

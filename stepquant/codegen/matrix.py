@@ -1,8 +1,8 @@
 """k^T D S and q^T D S of a packed head on the matrix units, without ever turning its codes into floats.
 
 S = diag(rho) z diag(c), so what is needed are two products of row vectors k D rho and q D rho with the integer tile z.
-Both vectors are rounded to 21-bit integers of a common scale and split into three signed digits of base 128: six int8
-columns, and sums of int8 products in int32 are exact. The error is that of the rounding, 2^-21 of the largest entry.
+Each vector is rounded to 21-bit integers, split into three signed digits of base 128: six int8 columns, and sums of int8
+products in int32 are exact. The error is that of the rounding, 2^-21 of a vector's largest entry.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stepquant.codegen.words import ROUND
+from stepquant.codegen.words import ROUND, reciprocal
 
 
 @triton.jit
-def digits(t_k, t_q):
-    """int8 `[N, 8]` of two integer vectors `[N]`: columns 2l and 2l + 1 hold digit l of both, the last two are zero."""
-    o = tl.arange(0, 8)[None, :]
-    t = tl.where(o % 2 == 0, t_k[:, None], t_q[:, None]) >> (7 * (o // 2))
-    return tl.where(o < 4, t & 127, tl.where(o < 6, t, 0)).to(tl.int8)
+def max_pair(a, b, c, d):
+    """Combine function of a reduction that takes two maxima at once."""
+    return tl.maximum(a, c), tl.maximum(b, d)
+
+
+@triton.jit
+def add_triple(a, b, c, d, e, f):
+    """Combine function of a reduction that takes three sums at once."""
+    return a + d, b + e, c + f
 
 
 @triton.jit
@@ -28,67 +32,65 @@ def to_integers(x, scale):
 
 
 @triton.jit
-def operand(z, M: tl.constexpr, JP: tl.constexpr):
-    """A tile of codes `[M, 4 * JP]` as `[JP, 4 * M]`: columns of the state against its slots."""
-    return tl.reshape(tl.permute(tl.reshape(z, (M, JP, 4)), (1, 0, 2)), (JP, 4 * M))
+def digits(t_k, t_q, o_slot, ROWS: tl.constexpr, G: tl.constexpr):
+    """Right operand int8 `[ROWS, 8 G]` from integer vectors: columns 2l and 2l + 1 of 8 hold digit l of both.
+
+    `o_slot`, flat `[G, ROWS]`, says which entries go where. Built transposed, so that a thread has whole words.
+    """
+    k = tl.reshape(tl.gather(t_k, o_slot, 0), (G, 1, ROWS))
+    q = tl.reshape(tl.gather(t_q, o_slot, 0), (G, 1, ROWS))
+    o = tl.arange(0, 8)[None, :, None]
+    t = tl.where(o % 2 == 0, k, q) >> (7 * (o // 2))
+    t = tl.where(o < 4, t & 127, tl.where(o < 6, t, 0)).to(tl.int8)
+    return tl.trans(tl.reshape(t, (8 * G, ROWS)))
 
 
 @triton.jit
-def slot_halves(x, M: tl.constexpr):
-    """Compact rows `[8 M]` as two vectors `[4 M]` that go with `operand` of s = 0 and s = 1."""
-    return tl.split(tl.reshape(x, (4 * M, 2)))
+def operand(z, M: tl.constexpr, JP: tl.constexpr, E: tl.constexpr):
+    """A tile of codes ``[a, b, l, d, (e, i)]`` as columns against slots, `[JP, 4 M]`: no data moves."""
+    z = tl.reshape(z, (M // 4, JP // (8 * E), 8, 4, E, 4))
+    return tl.reshape(tl.permute(z, (1, 4, 2, 0, 3, 5)), (JP, 4 * M))
 
 
 @triton.jit
 def multiply_codes(
-    z00, z01, z10, z11, k_rho, q_rho, M: tl.constexpr, JP: tl.constexpr, G: tl.constexpr, FOUR: tl.constexpr
-):
+    z00, z01, z10, z11, k_rho, q_rho, M: tl.constexpr, JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr,
+    FOUR: tl.constexpr,
+):  # fmt: skip
     """Sums over the rows of z times k_rho and q_rho (compact rows, or row factors where grouped), as compact columns."""
-    VP: tl.constexpr = 2 * JP
-    top = tl.maximum(tl.max(tl.abs(k_rho), 0), tl.max(tl.abs(q_rho), 0))
-    scale = 1048576.0 / tl.maximum(top, 1e-30)
-    t_k, t_q = to_integers(k_rho, scale), to_integers(q_rho, scale)
+    ROWS: tl.constexpr = 4 * M
+    top_k, top_q = tl.reduce((tl.abs(k_rho), tl.abs(q_rho)), 0, max_pair)
+    top_k, top_q = tl.maximum(top_k, 1e-30), tl.maximum(top_q, 1e-30)
+    t_k, t_q = to_integers(k_rho, 1048576.0 * reciprocal(top_k)), to_integers(q_rho, 1048576.0 * reciprocal(top_q))
     if FOUR:
-        a0 = _grouped_dot(z00, z10, t_k, t_q, 0, M, JP, G)
-        a1 = _grouped_dot(z01, z11, t_k, t_q, 1, M, JP, G)
+        o = tl.arange(0, G * ROWS)
+        o_slot = (o // ROWS) * (8 * M) + 8 * ((o % ROWS) // 4) + o % 4
+        half: tl.constexpr = 8 * M * G
+        a0 = tl.dot(operand(z00, M, JP, E), digits(t_k, t_q, o_slot, ROWS, G), out_dtype=tl.int32)
+        a0 = tl.dot(operand(z10, M, JP, E), digits(t_k, t_q, o_slot + 4, ROWS, G), a0, out_dtype=tl.int32)
+        a1 = tl.dot(operand(z01, M, JP, E), digits(t_k, t_q, o_slot + half, ROWS, G), out_dtype=tl.int32)
+        a1 = tl.dot(operand(z11, M, JP, E), digits(t_k, t_q, o_slot + half + 4, ROWS, G), a1, out_dtype=tl.int32)
+        a0, a1 = _own_group(a0, JP, G), _own_group(a1, JP, G)
     else:
-        k0, k1 = slot_halves(t_k, M)
-        q0, q1 = slot_halves(t_q, M)
-        b0, b1 = digits(k0, q0), digits(k1, q1)
-        a0 = tl.dot(operand(z00, M, JP), b0, out_dtype=tl.int32)
-        a0 = tl.dot(operand(z10, M, JP), b1, a0, out_dtype=tl.int32)
-        a1 = tl.dot(operand(z01, M, JP), b0, out_dtype=tl.int32)
-        a1 = tl.dot(operand(z11, M, JP), b1, a1, out_dtype=tl.int32)
-    o = tl.arange(0, 8) // 2
-    weight = tl.where(o == 0, 1.0, tl.where(o == 1, 128.0, 16384.0)) / scale
+        o = tl.arange(0, ROWS)
+        o_slot = 8 * (o // 4) + o % 4
+        b0, b1 = digits(t_k, t_q, o_slot, ROWS, 1), digits(t_k, t_q, o_slot + 4, ROWS, 1)
+        a0 = tl.dot(operand(z00, M, JP, E), b0, out_dtype=tl.int32)
+        a0 = tl.dot(operand(z10, M, JP, E), b1, a0, out_dtype=tl.int32)
+        a1 = tl.dot(operand(z01, M, JP, E), b0, out_dtype=tl.int32)
+        a1 = tl.dot(operand(z11, M, JP, E), b1, a1, out_dtype=tl.int32)
+    o = tl.arange(0, 8)
+    weight = tl.where(o < 2, 1.0 / 1048576.0, tl.where(o < 4, 1.0 / 8192.0, 1.0 / 64.0))
+    weight = weight * tl.where(o % 2 == 0, top_k, top_q)
     total = tl.join(a0, a1).to(tl.float32) * weight[None, :, None]  # [JP, 8, h]
     total = tl.sum(tl.reshape(total, (JP, 4, 2, 2)), 1)
-    h_k, h_q = tl.split(tl.permute(total, (0, 2, 1)))
-    o_v = tl.arange(0, VP)  # out of the matrix units' layout
-    return tl.gather(tl.reshape(h_k, (VP,)), o_v, 0), tl.gather(tl.reshape(h_q, (VP,)), o_v, 0)
+    h_k, h_q = tl.split(tl.reshape(tl.permute(total, (2, 0, 1)), (2 * JP, 2)))
+    o_v = tl.arange(0, 2 * JP)  # out of the matrix units' layout
+    return tl.gather(h_k, o_v, 0), tl.gather(h_q, o_v, 0)
 
 
 @triton.jit
-def _grouped_dot(z0, z1, t_k, t_q, HALF: tl.constexpr, M: tl.constexpr, JP: tl.constexpr, G: tl.constexpr):
-    """`[JP, 8]` sums of one column half where every group of columns has its own row factors."""
-    C: tl.constexpr = JP // G
-    k0, k1 = _half_factors(t_k, HALF, M, G)
-    q0, q1 = _half_factors(t_q, HALF, M, G)
-    b0 = tl.reshape(digits(k0, q0), (4 * M, 8 * G))
-    b1 = tl.reshape(digits(k1, q1), (4 * M, 8 * G))
-    a = tl.dot(operand(z0, M, JP), b0, out_dtype=tl.int32)
-    a = tl.dot(operand(z1, M, JP), b1, a, out_dtype=tl.int32)
+def _own_group(a, JP: tl.constexpr, G: tl.constexpr):
+    """`[JP, 8 G]` sums against every group's factors: keep, for each column, its own group's."""
     own = tl.arange(0, G)[:, None, None, None] == tl.arange(0, G)[None, None, :, None]
-    return tl.reshape(tl.sum(tl.where(own, tl.reshape(a, (G, C, G, 8)), 0), 2), (JP, 8))
-
-
-@triton.jit
-def _half_factors(t, HALF: tl.constexpr, M: tl.constexpr, G: tl.constexpr):
-    """Compact row factors (m, g, i, h, s) of one column half as flat (m, i, g) vectors for s = 0 and s = 1."""
-    t = tl.permute(tl.reshape(t, (M, G, 4, 2, 2)), (0, 2, 1, 4, 3))
-    low, high = tl.split(t)  # h
-    t = low
-    if HALF == 1:
-        t = high
-    t0, t1 = tl.split(t)
-    return tl.reshape(t0, (4 * M * G,)), tl.reshape(t1, (4 * M * G,))
+    return tl.reshape(tl.sum(tl.where(own, tl.reshape(a, (G, JP // G, G, 8)), 0), 2), (JP, 8))

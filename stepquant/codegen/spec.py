@@ -80,14 +80,15 @@ class KernelSpec:
     @property
     def constants(self) -> Mapping[str, int | bool]:
         """Names and values that a generated file binds."""
-        m, j = power_of_two(self.key_dim // 8), power_of_two(self.value_dim // 2)
+        m, half = max(4, power_of_two(self.key_dim // 8)), self.value_dim // 2
+        j, wide = power_of_two(half), 1 if half % 16 else 2
         high = any(b in self.precisions for b in (4, 6, 8))
         return {
             "H": self.num_heads, "HK": self.num_key_heads, "K": self.key_dim, "V": self.value_dim,
-            "M": m, "J": self.value_dim // 2, "JP": j, "KP": 8 * m, "VP": 2 * j, "GROUP": min(self.group, j),
+            "M": m, "J": half, "JP": j, "E": wide, "KP": 8 * m, "VP": 2 * j, "GROUP": min(self.group, j),
             "NIBBLES": high, "EIGHT": 8 in self.precisions, "SIX": 6 in self.precisions,
             "TWO": 2 in self.precisions and not self.uniform, "REFITS": self.refits,
-            "PIVOT_BLOCK": min(32, 8 * m) if self.uniform else 8, "W": self.window,
+            "PIVOT_BLOCK": 8, "W": self.window,
         }  # fmt: skip
 
 

@@ -14,60 +14,61 @@ from stepquant.codegen.blocks import *  # noqa: F403
 from stepquant.codegen.matrix import *  # noqa: F403
 from stepquant.codegen.pending import *  # noqa: F403
 from stepquant.codegen.planes import *  # noqa: F403
+from stepquant.codegen.table import *  # noqa: F403
+from stepquant.codegen.tile_planes import *  # noqa: F403
 from stepquant.codegen.tile import *  # noqa: F403
 from stepquant.codegen.words import *  # noqa: F403
 
 $constants
 '''
 
-LOAD_TOKEN = '''    slot = row_slots(KP)
+LOAD_TOKEN = '''    slot = tl.arange(0, KP)
     row_in = slot < K
     row = $row
     x_q = tl.load(q + i_n * stride_q + i_h // (H // HK) * K + row, mask=row_in, other=0).to(tl.float32)
     x_k = tl.load(k + i_n * stride_k + i_h // (H // HK) * K + row, mask=row_in, other=0).to(tl.float32)
+    qq, kk, qk = tl.reduce((x_q * x_q, x_k * x_k, x_q * x_k), 0, add_triple)
+    norm_q, norm_k = scale, 1.0
     if L2NORM:
-        x_q = x_q / tl.sqrt(tl.sum(x_q * x_q) + 1e-6)
-        x_k = x_k / tl.sqrt(tl.sum(x_k * x_k) + 1e-6)
-    x_q = x_q * scale
+        norm_q, norm_k = scale / tl.sqrt(qq + 1e-6), 1.0 / tl.sqrt(kk + 1e-6)
+    x_q, x_k, qk = x_q * norm_q, x_k * norm_k, qk * norm_q * norm_k
     x_v = tl.load(v + i_n * stride_v + i_h * V + col, mask=col_in, other=0).to(tl.float32)
     a_log = tl.load(A_log + i_h).to(tl.float32)
-    decay = $decay
-    beta = tl.sigmoid(tl.load(b + i_n * stride_b + i_h).to(tl.float32))$round_beta
+$gate    beta = tl.sigmoid(tl.load(b + i_n * stride_b + i_h).to(tl.float32))$round_beta
 '''
 
 STEP = '''
 @triton.jit
 def step_codes(
-    p_page, p_table, p_w, p_bits, x_q, x_k, x_v, decay, beta, slot, row_in, col, col_in, p_out,
-    G: tl.constexpr, C: tl.constexpr, FOUR: tl.constexpr,
+    p_page, p_table, p_w, p_bits, x_q, x_k, qk, x_v, decay, beta, slot, row_in, col, col_in, p_out,
+    G: tl.constexpr, FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
+    NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
     """Update and readout of a head of integer rows, then fit, quantise and pack; the state stays on the chip."""
-    step_z, top, inv_top, unit = code_constants(p_bits, p_table, slot, K, M, UNIFORM, FOUR)
-    p_r, r_in = row_factors(p_page, p_table, slot, K, KP, G, J // C if FOUR else 1, FOUR)
+    top, inv_top, unit = code_constants(p_bits, slot, K, M, BITS, FOUR)
+    p_r, r_in = row_factors(p_page, p_table, slot, K, KP, G, J // GROUP if FOUR else 1, FOUR)
     p_c = (p_page + table_offset(p_table, T_COLUMN)).to(tl.pointer_type(tl.float16)) + col
-    z00, z01, z10, z11 = load_codes(p_page, p_table, J, M, JP, FOUR, $planes)
+    x = load_tile(p_page, p_table, J, M, JP, E, G, FOUR, $planes)
     rho = tl.load(p_r, mask=r_in, other=0).to(tl.float32) * unit * grouped(decay, KP, G, FOUR)
     c = tl.load(p_c, mask=col_in, other=0).to(tl.float32)
-    x = codes_to_tile(z00, z01, z10, z11, M, G, C)
 
     # Read: k^T D S and q^T D S, then u and y.
     k_rho, q_rho = rho * grouped(x_k, KP, G, FOUR), rho * grouped(x_q, KP, G, FOUR)
-    h_k, h_q = sum_rows(x * spread_rows(k_rho, M, G, FOUR), x * spread_rows(q_rho, M, G, FOUR), VP)
+    h_k, h_q = sum_rows(x, spread_rows(k_rho, M, G, FOUR), x, spread_rows(q_rho, M, G, FOUR), JP, E)
     h_k, h_q = h_k * c, h_q * c
 $read_pivots    u = beta * (x_v - h_k)
-    y = h_q + tl.sum(x_q * x_k) * u
+    y = h_q + qk * u
     tl.store(p_out, y.to(p_out.dtype.element_ty), mask=col_in)
 
     # X = D S + k u^T, and back into the page.
-    x = x * spread_columns(c, G, C) * spread_rows(rho, M, G, FOUR)
-    x += spread_rows(x_k, M, 1, False) * spread_columns(u, G, C)
+    x = x * spread_columns(c, JP, E, G) * spread_rows(rho, M, G, FOUR)
+    x += spread_rows(x_k, M, 1, False) * spread_columns(u, JP, E, G)
     w = grouped(tl.load(p_w + slot, mask=row_in, other=1.0), KP, G, FOUR)
     inv_w = grouped(tl.load(p_w + H * K + slot, mask=row_in, other=1.0), KP, G, FOUR)
-    z, r, c = fit_codes(x, w, inv_w, step_z, top, inv_top, unit, M, G, C, REFITS, UNIFORM, FOUR)
+    z, r, c = fit_codes(x, w, inv_w, top, inv_top, unit, M, JP, E, G, REFITS, BITS, FOUR)
 $mask_pivots    tl.store(p_r, r, mask=r_in)
     tl.store(p_c, c, mask=col_in)
-    z00, z01, z10, z11 = tile_to_codes(z, M, JP)
-    store_codes(p_page, p_table, z00, z01, z10, z11, J, M, JP, FOUR, $planes)
+    store_tile(p_page, p_table, z, J, M, JP, E, BITS, ARCH, $planes)
 $update_pivots
 '''
 
@@ -80,13 +81,13 @@ UPDATE_PIVOTS = "    update_pivots(p_pivots, n_pivots, x_k, u, decay, col, col_i
 
 STEP_PIVOTS = '''
 @triton.jit
-def step_pivots(p_page, p_table, x_q, x_k, x_v, decay, beta, col, col_in, p_out):
+def step_pivots(p_page, p_table, x_q, x_k, qk, x_v, decay, beta, col, col_in, p_out):
     """Update and readout of a head that is kept in FP16."""
     p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
     zero = tl.zeros([VP], tl.float32)
     h_k, h_q = read_pivots(zero, zero, p_pivots, K, x_k, x_q, decay, col, col_in, K, V, KP, PIVOT_BLOCK)
     u = beta * (x_v - h_k)
-    y = h_q + tl.sum(x_q * x_k) * u
+    y = h_q + qk * u
     tl.store(p_out, y.to(p_out.dtype.element_ty), mask=col_in)
     update_pivots(p_pivots, K, x_k, u, decay, col, col_in, K, V, KP, PIVOT_BLOCK)
 
@@ -97,11 +98,11 @@ STEP_KERNEL = '''
 def step(
     pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
     q, stride_q, k, stride_k, v, stride_v, a, stride_a, b, stride_b, A_log, dt_bias, scale, out, stride_out,
-    L2NORM: tl.constexpr,
+    L2NORM: tl.constexpr, ARCH: tl.constexpr,
 ):
     """One decode step: program (h, n) updates head h of request n, whose page is `slots[n]`; -1 gives zeros."""
     i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    col, col_in = tile_columns(J, VP)
+    col, col_in = tile_columns(J, JP)
     p_out = out + i_n * stride_out + i_h * V + col
     i_slot = tl.load(slots + i_n * stride_slot).to(tl.int64)
     if i_slot < 0:
@@ -122,17 +123,17 @@ DENSE_HEAD = '''    i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     p_table = table + i_h * 16
     p_state = state + i_n * stride_state + i_h * stride_head
     p_order = order + i_h * K
-    col, col_in = tile_columns(J, VP)
+    col, col_in = tile_columns(J, JP)
 '''
 
-DENSE_TILE = '''    slot = row_slots(KP)
+DENSE_TILE = '''    slot = tl.arange(0, KP)
     row_in = slot < K
     o_slot = tile_slots(M)
-    o_col, o_in = tile_column_index(J, G, C)
+    o_col, o_in = tile_column_index(J, JP, E, G)
     o_in = o_in & (o_slot < $coded)
     o_row = $row
     o_state = o_row * stride_row + o_col * stride_col
-    p_r, r_in = row_factors(p_page, p_table, slot, K, KP, G, J // C if FOUR else 1, FOUR)
+    p_r, r_in = row_factors(p_page, p_table, slot, K, KP, G, J // GROUP if FOUR else 1, FOUR)
     p_c = (p_page + table_offset(p_table, T_COLUMN)).to(tl.pointer_type(tl.float16)) + col
 '''
 
@@ -140,24 +141,24 @@ PACK = '''
 @triton.jit
 def pack_codes(
     p_page, p_table, p_w, p_bits, p_state, p_order, stride_row, stride_col, col, col_in,
-    G: tl.constexpr, C: tl.constexpr, FOUR: tl.constexpr,
+    G: tl.constexpr, FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
+    NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
     """Fit, quantise and pack a dense head."""
-$tile    step_z, top, inv_top, unit = code_constants(p_bits, p_table, slot, K, M, UNIFORM, FOUR)
+$tile    top, inv_top, unit = code_constants(p_bits, slot, K, M, BITS, FOUR)
     x = tl.load(p_state + o_state, mask=o_in, other=0).to(tl.float32)
     w = grouped(tl.load(p_w + slot, mask=row_in, other=1.0), KP, G, FOUR)
     inv_w = grouped(tl.load(p_w + H * K + slot, mask=row_in, other=1.0), KP, G, FOUR)
-    z, r, c = fit_codes(x, w, inv_w, step_z, top, inv_top, unit, M, G, C, REFITS, UNIFORM, FOUR)
+    z, r, c = fit_codes(x, w, inv_w, top, inv_top, unit, M, JP, E, G, REFITS, BITS, FOUR)
 $mask_pivots    tl.store(p_r, r, mask=r_in)
     tl.store(p_c, c, mask=col_in)
-    z00, z01, z10, z11 = tile_to_codes(z, M, JP)
-    store_codes(p_page, p_table, z00, z01, z10, z11, J, M, JP, FOUR, $planes)
+    store_tile(p_page, p_table, z, J, M, JP, E, BITS, ARCH, $planes)
 
 
 @triton.jit
 def pack(
     pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
-    state, stride_state, stride_head, stride_row, stride_col,
+    state, stride_state, stride_head, stride_row, stride_col, ARCH: tl.constexpr,
 ):
     """Prefill boundary: program (h, n) packs head h of dense FP32 state n into page `slots[n]`; -1 does nothing."""
 $head    p_w, p_bits = row_w + i_h * K, row_bits + i_h * K
@@ -167,21 +168,22 @@ UNPACK = '''
 @triton.jit
 def unpack_codes(
     p_page, p_table, p_bits, p_state, p_order, stride_row, stride_col, col, col_in,
-    G: tl.constexpr, C: tl.constexpr, FOUR: tl.constexpr,
+    G: tl.constexpr, FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
+    NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
     """Read a packed head back as it was quantised."""
-$tile    step_z, top, inv_top, unit = code_constants(p_bits, p_table, slot, K, M, UNIFORM, FOUR)
+$tile    top, inv_top, unit = code_constants(p_bits, slot, K, M, BITS, FOUR)
     rho = tl.load(p_r, mask=r_in, other=0).to(tl.float32) * unit
     c = tl.load(p_c, mask=col_in, other=0).to(tl.float32)
-    z00, z01, z10, z11 = load_codes(p_page, p_table, J, M, JP, FOUR, $planes)
-    x = codes_to_tile(z00, z01, z10, z11, M, G, C) * spread_rows(rho, M, G, FOUR) * spread_columns(c, G, C)
+    x = load_tile(p_page, p_table, J, M, JP, E, G, FOUR, $planes)
+    x = x * spread_rows(rho, M, G, FOUR) * spread_columns(c, JP, E, G)
     tl.store(p_state + o_state, x, mask=o_in)
 
 
 @triton.jit
 def unpack(
     pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
-    state, stride_state, stride_head, stride_row, stride_col,
+    state, stride_state, stride_head, stride_row, stride_col, ARCH: tl.constexpr,
 ):
     """Prefill boundary: program (h, n) writes head h of page `slots[n]` to dense FP32 state n; -1 does nothing."""
 $head    p_bits = row_bits + i_h * K

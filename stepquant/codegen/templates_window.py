@@ -12,29 +12,31 @@ BUFFERS = '''    i_buffer = tl.load(buffers + i_n).to(tl.int64)
     p_ratio = ratios + (i_buffer * H + i_h) * (W - 1)
     p_gamma = gammas + (i_buffer * H + i_h)$gamma_width
     o_key = $key_index
-    o_w = tl.arange(0, W)
-    gamma = tl.load(p_gamma$gamma_index, mask=$gamma_mask, other=1.0) + tl.zeros([KP], tl.float32)
+    gamma = tl.load(p_gamma$gamma_index, mask=$gamma_mask, other=1.0)
 '''
 
 READ = '''
 @triton.jit
 def read_codes(
     p_page, p_table, p_bits, x_q, x_k, decay, slot, col, col_in,
-    G: tl.constexpr, C: tl.constexpr, FOUR: tl.constexpr,
+    G: tl.constexpr, FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
+    NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
     """k^T D S and q^T D S of a head of integer rows; `decay` holds all gates since the fold."""
-    step_z, top, inv_top, unit = code_constants(p_bits, p_table, slot, K, M, UNIFORM, FOUR)
-    p_r, r_in = row_factors(p_page, p_table, slot, K, KP, G, J // C if FOUR else 1, FOUR)
+    top, inv_top, unit = code_constants(p_bits, slot, K, M, BITS, FOUR)
+    p_r, r_in = row_factors(p_page, p_table, slot, K, KP, G, J // GROUP if FOUR else 1, FOUR)
     p_c = (p_page + table_offset(p_table, T_COLUMN)).to(tl.pointer_type(tl.float16)) + col
-    z00, z01, z10, z11 = load_codes(p_page, p_table, J, M, JP, FOUR, $planes)
+    if MATRIX:
+        z00, z01, z10, z11 = load_codes(p_page, p_table, J, M, JP, E, FOUR, $planes)
+    else:
+        x = load_tile(p_page, p_table, J, M, JP, E, G, FOUR, $planes)
     rho = tl.load(p_r, mask=r_in, other=0).to(tl.float32) * unit * grouped(decay, KP, G, FOUR)
     c = tl.load(p_c, mask=col_in, other=0).to(tl.float32)
     k_rho, q_rho = rho * grouped(x_k, KP, G, FOUR), rho * grouped(x_q, KP, G, FOUR)
     if MATRIX:
-        h_k, h_q = multiply_codes(z00, z01, z10, z11, k_rho, q_rho, M, JP, G, FOUR)
+        h_k, h_q = multiply_codes(z00, z01, z10, z11, k_rho, q_rho, M, JP, E, G, FOUR)
     else:
-        x = codes_to_tile(z00, z01, z10, z11, M, G, C)
-        h_k, h_q = sum_rows(x * spread_rows(k_rho, M, G, FOUR), x * spread_rows(q_rho, M, G, FOUR), VP)
+        h_k, h_q = sum_rows(x, spread_rows(k_rho, M, G, FOUR), x, spread_rows(q_rho, M, G, FOUR), JP, E)
     return h_k * c, h_q * c
 
 
@@ -42,7 +44,7 @@ def read_codes(
 def read(
     pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
     q, stride_q, k, stride_k, v, stride_v, a, stride_a, b, stride_b, A_log, dt_bias, scale, out, stride_out,
-    buffers, phases, pending, keys, key_scale, us, u_scale, ratios, gammas, u_now, L2NORM: tl.constexpr,
+    buffers, phases, pending, keys, key_scale, us, u_scale, ratios, gammas, u_now, L2NORM: tl.constexpr, ARCH: tl.constexpr,
 ):
     """One decode step without writeback: program (h, n) reads head h of request n and appends its token.
 
@@ -50,7 +52,7 @@ def read(
     W - 1 is not appended but left to `fold`, with its residual in `u_now`.
     """
     i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    col, col_in = tile_columns(J, VP)
+    col, col_in = tile_columns(J, JP)
     p_out = out + i_n * stride_out + i_h * V + col
     i_slot = tl.load(slots + i_n * stride_slot).to(tl.int64)
     if i_slot < 0:
@@ -64,27 +66,29 @@ $buffers
     base = gamma * decay
     h_k, h_q = tl.zeros([VP], tl.float32), tl.zeros([VP], tl.float32)
 $dispatch$read_pivots
-    entries = load_entries(p_keys, p_key_scale, o_w, n_pending, o_key, row_in, K, INT8) * $entry_decay
-    residuals = load_entries(p_us, p_u_scale, o_w, n_pending, col, col_in, V, INT8)
-    h_k, h_q = read_pending(h_k, h_q, entries, residuals, x_k, x_q)
+    h_k, h_q = read_pending(
+        h_k, h_q, x_k, x_q, decay, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, i_phase != W - 1,
+        o_key, row_in, col, col_in, K, V, SHARED_KEYS, INT8,
+    )
     u = beta * (x_v - h_k)
-    y = h_q + tl.sum(x_q * x_k) * u
+    y = h_q + qk * u
     tl.store(p_out, y.to(out.dtype.element_ty), mask=col_in)
     if i_phase == W - 1:
         tl.store(u_now + (i_n * H + i_h) * V + col, u, mask=col_in)
     else:
-        store_entry(p_us, p_u_scale, u, n_pending, col, col_in, V, INT8)
+        store_entry(p_us, p_u_scale, u, n_pending, n_pending + 1, col, col_in, V, INT8)
 $append
 '''
 
 APPEND_GDN = '''        if i_h % (H // HK) == 0:
-            store_entry(p_keys, p_key_scale, x_k, n_pending, o_key, row_in, K, INT8)
+            store_entry(p_keys, p_key_scale, x_k, n_pending, n_pending + 1, o_key, row_in, K, INT8)
+        o_w = tl.arange(0, W)
+        ratio = tl.load(p_ratio + o_w, mask=o_w < n_pending, other=0.0) * gate
         tl.store(p_ratio + o_w, tl.where(o_w < n_pending, ratio, 1.0), mask=o_w <= n_pending)
-        tl.store(p_gamma, tl.max(base, 0))
+        tl.store(p_gamma, gamma * gate)
 '''
 
-APPEND_KDA = '''        store_entries(p_keys, p_key_scale, entries, o_w, n_pending, o_key, row_in, K, INT8)
-        store_entry(p_keys, p_key_scale, x_k, n_pending, o_key, row_in, K, INT8)
+APPEND_KDA = '''        store_entry(p_keys, p_key_scale, x_k, n_pending, n_pending + 1, o_key, row_in, K, INT8)
         tl.store(p_gamma + o_key, base, mask=row_in)
 '''
 
@@ -92,36 +96,36 @@ FOLD = '''
 @triton.jit
 def fold_codes(
     p_page, p_table, p_w, p_bits, x_k, u, decay, gamma, slot, row_in, col, col_in, o_key,
-    p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending,
-    G: tl.constexpr, C: tl.constexpr, FOUR: tl.constexpr,
+    p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, p_order,
+    G: tl.constexpr, FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
+    NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
     """Everything pending into a head of integer rows, then fit, quantise and pack; the state stays on the chip."""
-    step_z, top, inv_top, unit = code_constants(p_bits, p_table, slot, K, M, UNIFORM, FOUR)
-    p_r, r_in = row_factors(p_page, p_table, slot, K, KP, G, J // C if FOUR else 1, FOUR)
+    top, inv_top, unit = code_constants(p_bits, slot, K, M, BITS, FOUR)
+    p_r, r_in = row_factors(p_page, p_table, slot, K, KP, G, J // GROUP if FOUR else 1, FOUR)
     p_c = (p_page + table_offset(p_table, T_COLUMN)).to(tl.pointer_type(tl.float16)) + col
-    z00, z01, z10, z11 = load_codes(p_page, p_table, J, M, JP, FOUR, $planes)
+    x = load_tile(p_page, p_table, J, M, JP, E, G, FOUR, $planes)
     rho = tl.load(p_r, mask=r_in, other=0).to(tl.float32) * unit * grouped(gamma * decay, KP, G, FOUR)
     c = tl.load(p_c, mask=col_in, other=0).to(tl.float32)
-    x = codes_to_tile(z00, z01, z10, z11, M, G, C) * spread_columns(c, G, C) * spread_rows(rho, M, G, FOUR)
+    x = x * spread_columns(c, JP, E, G) * spread_rows(rho, M, G, FOUR)
     x = fold_pending(
-        x, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, decay, o_key, row_in, col, col_in,
-        K, V, M, G, C, SHARED_KEYS, INT8,
+        x, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, $tile_decay, p_order,
+        K, V, M, J, JP, E, G, SHARED_KEYS, PERMUTED, INT8,
     )
-    x += spread_rows(x_k, M, 1, False) * spread_columns(u, G, C)
+    x += spread_rows(x_k, M, 1, False) * spread_columns(u, JP, E, G)
     w = grouped(tl.load(p_w + slot, mask=row_in, other=1.0), KP, G, FOUR)
     inv_w = grouped(tl.load(p_w + H * K + slot, mask=row_in, other=1.0), KP, G, FOUR)
-    z, r, c = fit_codes(x, w, inv_w, step_z, top, inv_top, unit, M, G, C, REFITS, UNIFORM, FOUR)
+    z, r, c = fit_codes(x, w, inv_w, top, inv_top, unit, M, JP, E, G, REFITS, BITS, FOUR)
 $mask_pivots    tl.store(p_r, r, mask=r_in)
     tl.store(p_c, c, mask=col_in)
-    z00, z01, z10, z11 = tile_to_codes(z, M, JP)
-    store_codes(p_page, p_table, z00, z01, z10, z11, J, M, JP, FOUR, $planes)
+    store_tile(p_page, p_table, z, J, M, JP, E, BITS, ARCH, $planes)
 
 
 @triton.jit
 def fold(
     pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
     q, stride_q, k, stride_k, v, stride_v, a, stride_a, b, stride_b, A_log, dt_bias, scale, out, stride_out,
-    buffers, phases, pending, keys, key_scale, us, u_scale, ratios, gammas, u_now, L2NORM: tl.constexpr,
+    buffers, phases, pending, keys, key_scale, us, u_scale, ratios, gammas, u_now, L2NORM: tl.constexpr, ARCH: tl.constexpr,
 ):
     """Writeback: program (h, n) folds the window of head h of request n in, if this token completes one."""
     i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -130,7 +134,7 @@ def fold(
         return
     if tl.load(phases + i_n) != W - 1:
         return
-    col, col_in = tile_columns(J, VP)
+    col, col_in = tile_columns(J, JP)
     p_page = pages + i_slot * stride_page
     p_table = table + i_h * 16
     p_w, p_bits = row_w + i_h * K, row_bits + i_h * K
@@ -143,7 +147,7 @@ FLUSH = '''
 @triton.jit
 def flush(
     pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
-    buffers, phases, pending, keys, key_scale, us, u_scale, ratios, gammas,
+    buffers, phases, pending, keys, key_scale, us, u_scale, ratios, gammas, ARCH: tl.constexpr,
 ):
     """Fold a window that is not full, before a slot is copied, forked or sent away; nothing pending changes nothing."""
     i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -152,11 +156,11 @@ def flush(
         return
     if tl.load(pending + i_n) == 0:
         return
-    col, col_in = tile_columns(J, VP)
+    col, col_in = tile_columns(J, JP)
     p_page = pages + i_slot * stride_page
     p_table = table + i_h * 16
     p_w, p_bits = row_w + i_h * K, row_bits + i_h * K
-    slot = row_slots(KP)
+    slot = tl.arange(0, KP)
     row_in = slot < K
     row = $row
 $buffers

@@ -33,6 +33,29 @@ def pick(x, shift: tl.constexpr, mask: tl.constexpr):
 
 
 @triton.jit
+def merge(z, x, shift: tl.constexpr, mask: tl.constexpr):
+    """z | pick(x, shift, mask), in whole words (an `or` outside of the assembly would take words apart again)."""
+    if PLAIN:
+        z = z | pick(x, shift, mask)
+    else:
+        move: tl.constexpr = f"shl.b32 t, $2, {shift};" if shift > 0 else f"shr.u32 t, $2, {-shift};"
+        asm: tl.constexpr = f"{{ .reg .b32 t; {move} and.b32 t, t, {mask * 0x01010101}; or.b32 $0, t, $1; }}"
+        z = tl.inline_asm_elementwise(asm, "=r,r,r", [z, x], dtype=tl.int8, is_pure=True, pack=4)
+    return z
+
+
+@triton.jit
+def set_bits(z, bits: tl.constexpr):
+    """Set `bits` in every byte."""
+    if PLAIN:
+        z = z | bits
+    else:
+        asm: tl.constexpr = f"or.b32 $0, $1, {bits * 0x01010101};"
+        z = tl.inline_asm_elementwise(asm, "=r,r", [z], dtype=tl.int8, is_pure=True, pack=4)
+    return z
+
+
+@triton.jit
 def bytes_to_float(z):
     """Signed bytes as exact floats: each byte becomes the low mantissa bits of 2^23 + 128 + z (one permute a value)."""
     if PLAIN:
@@ -48,15 +71,35 @@ def bytes_to_float(z):
 
 
 @triton.jit
-def float_to_bytes(x):
-    """Integers -128..127 held as floats, as signed bytes: the low byte of 1.5 * 2^23 + x (three permutes a word)."""
+def to_bytes(x):
+    """Integers -128..127, held as floats 1.5 * 2^23 + z, as signed bytes: their low bytes (three permutes a word)."""
     if PLAIN:
-        z = x.to(tl.int32).to(tl.int8)
+        z = (x - ROUND).to(tl.int32).to(tl.int8)
     else:
         z = tl.inline_asm_elementwise(
             "{ .reg .b32 t, s; prmt.b32 t, $1, $2, 0x0040; prmt.b32 s, $3, $4, 0x0040; prmt.b32 $0, t, s, 0x5410; }",
-            "=r,r,r,r,r", [x + ROUND], dtype=tl.int8, is_pure=True, pack=4,
+            "=r,r,r,r,r", [x], dtype=tl.int8, is_pure=True, pack=4,
         )  # fmt: skip
+    return z
+
+
+@triton.jit
+def to_codes(x, BITS: tl.constexpr, ARCH: tl.constexpr):
+    """The same, clamped to the codes of one precision: two at a time as 16-bit integers where the target can."""
+    top: tl.constexpr = 128 - 2 ** (8 - BITS)
+    if PLAIN:
+        z = tl.minimum(tl.maximum((x - ROUND).to(tl.int32), -top), top).to(tl.int8)
+    elif ARCH >= 90:
+        high: tl.constexpr = top * 0x00010001
+        low: tl.constexpr = (65536 - top) * 0x00010001
+        asm: tl.constexpr = (
+            f"{{ .reg .b32 t, s, l, h; mov.b32 l, {low}; mov.b32 h, {high}; "
+            "prmt.b32 t, $1, $2, 0x5410; prmt.b32 s, $3, $4, 0x5410; min.s16x2 t, t, h; min.s16x2 s, s, h; "
+            "max.s16x2 t, t, l; max.s16x2 s, s, l; prmt.b32 $0, t, s, 0x6420; }"
+        )
+        z = tl.inline_asm_elementwise(asm, "=r,r,r,r,r", [x], dtype=tl.int8, is_pure=True, pack=4)
+    else:
+        z = to_bytes(tl.minimum(tl.maximum(x - ROUND, -1.0 * top), 1.0 * top) + ROUND)
     return z
 
 

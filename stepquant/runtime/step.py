@@ -19,6 +19,10 @@ from stepquant.layout import PageLayout
 from stepquant.runtime.window import WindowBuffers
 
 
+WARPS = {"step": 8, "read": 2, "fold": 8, "flush": 8, "pack": 8, "unpack": 8}
+REGISTERS = {8: 128}  # by warps: two programs fit on a multiprocessor
+
+
 class PackedKernels:
     """The kernels of one plan on one device.
 
@@ -57,7 +61,8 @@ class PackedKernels:
             {name: torch.from_numpy(x).to(self.device) for name, x in head_tables(layout, i, w[i], self.spec).items()}
             for i in range(layout.num_layers)
         ]
-        self.options: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": True}
+        self.warps = dict(WARPS)
+        self.arch = _arch(self.device)
 
     def step(
         self, layer: int, pages: Tensor, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
@@ -129,9 +134,17 @@ class PackedKernels:
         self._launch(name, layer, pages, slots, state, *strides)
 
     def _launch(self, name: str, layer: int, pages: Tensor, slots: Tensor, *args: Any) -> None:
-        table = self.tables[layer]
+        table, warps = self.tables[layer], self.warps[name]
         grid = (self.spec.num_heads, slots.shape[0])
         getattr(self.modules[name], name)[grid](
             pages, pages.stride(0), table["table"], table["row_w"], table["row_bits"], table["order"],
-            slots, slots.stride(0), *args, **self.options,
+            slots, slots.stride(0), *args, self.arch, num_warps=warps, maxnreg=REGISTERS.get(warps), enable_fp_fusion=True,
         )  # fmt: skip
+
+
+def _arch(device: torch.device) -> int:
+    """Compute capability as Triton writes it (90); 0 where there is no GPU."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

@@ -63,22 +63,22 @@ def test_head_codebook(seed: int, shape: tuple[int, int], granularity: int, menu
 
 
 @pytest.mark.parametrize("width", [2, 4])
-@pytest.mark.parametrize("word", [1, 2, 4])
-def test_planes_invert(width: int, word: int) -> None:
+@pytest.mark.parametrize("blocked", [False, True])
+def test_planes_invert(width: int, blocked: bool) -> None:
     fields = torch.randint(0, 2**width, (3, 32, 48), dtype=torch.uint8)
-    plane = merge_columns(fields, width, word)
+    plane = merge_columns(fields, width, blocked)
     assert plane.shape == (3, 32 * 48 * width // 8)
-    assert torch.equal(split_columns(plane, width, word, 32), fields)
+    assert torch.equal(split_columns(plane, width, blocked, 32), fields)
 
 
 def test_words_lie_as_documented() -> None:
-    nibbles = torch.randint(0, 16, (16, 32), dtype=torch.uint8)
-    plane = merge_columns(nibbles, 4, 4).view(4, 16, 4)
-    assert plane[2, 5, 3] == nibbles[11, 5] | nibbles[11, 21] << 4
-    crumbs = torch.randint(0, 4, (16, 32), dtype=torch.uint8)
-    plane = merge_columns(crumbs, 2, 4).view(2, 16, 4)
-    expected = crumbs[9, 7] | crumbs[9, 23] << 2 | crumbs[13, 7] << 4 | crumbs[13, 23] << 6
-    assert plane[1, 7, 1] == expected
+    nibbles = torch.randint(0, 16, (16, 64), dtype=torch.uint8)
+    plane = merge_columns(nibbles, 4, True).view(2, 2, 8, 2, 2, 4)  # m, b, l, s, e, i
+    assert plane[1, 1, 5, 0, 1, 3] == nibbles[11, 29] | nibbles[11, 61] << 4
+    crumbs = torch.randint(0, 4, (16, 64), dtype=torch.uint8)
+    plane = merge_columns(crumbs, 2, True).view(2, 2, 8, 2, 4)  # m, b, l, e, i
+    expected = crumbs[9, 29] | crumbs[9, 61] << 2 | crumbs[13, 29] << 4 | crumbs[13, 61] << 6
+    assert plane[1, 1, 5, 1, 1] == expected
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
