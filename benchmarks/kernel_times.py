@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.synthetic import Case
+from stepquant.codegen.kernel_plan import Launch
 from stepquant.runtime.window import WindowBuffers
 
 SETS = 4
@@ -39,15 +40,15 @@ def slot_sets(batch: int, device: str) -> list[torch.Tensor]:
     return [order[i * batch : (i + 1) * batch].contiguous() for i in range(SETS)]
 
 
-def packed_times(name: str, batch: int, warps: dict[str, int]) -> dict[str, float]:
+def packed_times(name: str, batch: int, launches: dict[str, Launch]) -> dict[str, float]:
     """Step (W = 1), read, fold and the mixed window step (W = 8) of one layer."""
     case = Case.make(name, 1, "cuda")
     base = case.random_pages(min(SETS * batch, 64))
     pages = base.repeat(-(-SETS * batch // len(base)), 1)[: SETS * batch].contiguous()
     sets, t, found = slot_sets(batch, "cuda"), case.token(batch), {}
     one, eight = case.kernels(), case.kernels(8)
-    one.warps.update(warps)
-    eight.warps.update(warps)
+    one.launches.update(launches)
+    eight.launches.update(launches)
     found["step"] = graph_time([lambda s=s: one.step(0, pages, s, **t) for s in sets])
     buffers = [WindowBuffers.allocate(eight.spec, batch, "cuda") for _ in sets]
     for b in buffers:
@@ -101,7 +102,7 @@ def sglang_times(family: str, batch: int, dtype: torch.dtype) -> float:
     return graph_time(calls)
 
 
-def times(plans: Sequence[str], batches: Sequence[int], warps: dict[str, int] | None = None) -> list[dict[str, Any]]:
+def times(plans: Sequence[str], batches: Sequence[int], launches: dict[str, Launch] | None = None) -> list[dict[str, Any]]:
     """Rows of microseconds, printed as they come."""
     rows: list[dict[str, Any]] = []
     for family in ("gdn", "kda"):
@@ -115,6 +116,6 @@ def times(plans: Sequence[str], batches: Sequence[int], warps: dict[str, int] | 
             print(rows[-1], flush=True)
     for plan in plans:
         for batch in batches:
-            rows.append({"plan": plan, "batch": batch, **packed_times(plan, batch, warps or {})})
+            rows.append({"plan": plan, "batch": batch, **packed_times(plan, batch, launches or {})})
             print({k: round(v, 1) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
     return rows

@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import hashlib
 import linecache
+import re
 import types
 from string import Template
 
 from stepquant.codegen import templates as t
 from stepquant.codegen import templates_window as tw
+from stepquant.codegen.kernel_plan import TITLES
 from stepquant.codegen.spec import KernelSpec
 
 GENERATOR_VERSION = "1"
-TITLES = {
-    "step": "Decode step: unpack, update, read, fit and pack, one pass over the state.",
-    "pack": "Prefill boundary: dense FP32 states to pages.",
-    "unpack": "Prefill boundary: pages to dense FP32 states.",
-    "read": "Decode step of a write window: one pass over the packed state, nothing written back.",
-    "fold": "Writeback of a full window: the state, fitted and packed once in W steps.",
-    "flush": "Writeback of a window that is not full.",
-}
 PLANES = "NIBBLES, EIGHT, SIX, TWO"
+# Public names of the building blocks, so that a generated file imports what it uses and nothing else.
+BLOCKS = {
+    "blocks": ("code_constants", "fit_codes", "pack_pivots", "read_pivots", "row_factors", "softplus", "unpack_pivots",
+               "update_pivots"),
+    "matrix": ("add_triple", "multiply_codes"),
+    "pending": ("fold_pending", "fold_pivots", "read_pending", "store_entry"),
+    "planes": ("load_codes",),
+    "table": ("T_BITS", "T_COLUMN", "T_PIVOT", "T_PIVOTS", "table_offset"),
+    "tile": ("grouped", "spread_columns", "spread_rows", "sum_rows", "tile_column_index", "tile_columns", "tile_slots"),
+    "tile_planes": ("load_tile", "store_tile"),
+}  # fmt: skip
 
 
 def generate(spec: KernelSpec, plan_hash: str) -> dict[str, str]:
@@ -36,10 +41,12 @@ def generate(spec: KernelSpec, plan_hash: str) -> dict[str, str]:
     """
     kernels = {"pack": _dense(spec, "pack"), "unpack": _dense(spec, "unpack")}
     if spec.window == 1:
-        kernels["step"] = _step(spec)
+        kernels["step"] = _token_math(spec) + _step(spec)
     else:
-        kernels.update(read=_read(spec), fold=_fold(spec, "fold"), flush=_fold(spec, "flush"))
-    return {name: _header(spec, name, plan_hash) + body for name, body in kernels.items()}
+        kernels["read"] = _token_math(spec) + _read(spec)
+        kernels["fold"] = _token_math(spec) + _fold(spec, tw.FOLD_KERNEL)
+        kernels["flush"] = _fold(spec, tw.FLUSH_KERNEL)
+    return {name: _header(spec, name, body, plan_hash) + body for name, body in kernels.items()}
 
 
 def source_hash(sources: dict[str, str]) -> str:
@@ -60,38 +67,61 @@ def load_source(name: str, source: str) -> types.ModuleType:
     return module
 
 
-def _header(spec: KernelSpec, name: str, plan_hash: str) -> str:
-    title = TITLES[name]
+def _header(spec: KernelSpec, name: str, body: str, plan_hash: str) -> str:
     kind = "Gated DeltaNet" if spec.family == "gdn" else "Kimi Delta Attention"
     precisions = ", ".join(map(str, spec.precisions))
     summary = f"{kind}, {spec.num_heads} heads of {spec.key_dim} x {spec.value_dim}; precisions {precisions}."
-    constants = {**spec.constants, "UNIFORM": spec.uniform}
+    constants: dict[str, object] = dict(spec.constants)
     if spec.window > 1:
-        constants |= {"SHARED_KEYS": spec.family == "gdn", "INT8": spec.buffer == "int8", "MATRIX": _matrix(spec)}
-        constants["PERMUTED"] = spec.permuted
-    lines = "\n".join(f"{key} = tl.constexpr({value})" for key, value in constants.items())
+        constants |= {"SHARED_KEYS": spec.family == "gdn", "INT8": spec.buffer == "int8", "PERMUTED": spec.permuted}
+    words = set(re.findall(r"\w+", body))
+    imports = [
+        f"from stepquant.codegen.{module} import {', '.join(n for n in names if n in words)}"
+        for module, names in BLOCKS.items()
+        if words.intersection(names)
+    ]
     return Template(t.HEADER).substitute(
-        title=title, version=GENERATOR_VERSION, plan=plan_hash[:16], summary=summary, constants=lines
+        title=TITLES[name],
+        version=GENERATOR_VERSION,
+        plan=plan_hash[:16],
+        summary=summary,
+        imports="\n".join(imports),
+        constants="\n".join(f"{key} = tl.constexpr({value})" for key, value in constants.items() if key in words),
     )
+
+
+def _row(spec: KernelSpec) -> str:
+    return "tl.load(order + i_h * K + slot, mask=row_in, other=0)" if spec.permuted else "slot"
 
 
 def _token(spec: KernelSpec) -> str:
+    place = "i_h * K + row, mask=row_in, other=0" if spec.family == "kda" else "i_h"
+    return Template(t.LOAD_TOKEN).substitute(row=_row(spec), gate_place=place)
+
+
+def _token_math(spec: KernelSpec) -> str:
     kda = spec.family == "kda"
-    place = "i_h * K + row, row_in" if kda else "i_h, True"
-    decay = f"decay_of(a + i_n * stride_a, dt_bias, a_log, {place})"
-    return Template(t.LOAD_TOKEN).substitute(
-        row="tl.load(order + i_h * K + slot, mask=row_in, other=0)" if spec.permuted else "slot",
-        gate=f"    decay = {decay}\n" if kda else f"    gate = {decay}\n    decay = gate + tl.zeros([KP], tl.float32)\n",
-        round_beta="" if kda else ".to(b.dtype.element_ty).to(tl.float32)",
+    text = Template(t.TOKEN_MATH).substitute(
+        gate_kind="of every row" if kda else "of the head",
+        round_beta="" if kda else ".to(raw_b.dtype).to(tl.float32)",
     )
+    return text
+
+
+def _factor_decay(spec: KernelSpec, gates: str) -> str:
+    return f"grouped({gates}, KP, G, FOUR)" if spec.family == "kda" else f"({gates})"
+
+
+def _mixed_kind() -> str:
+    planes = ", ".join(f"{n}={n}" for n in PLANES.split(", "))
+    return f"G=1, FOUR=False, BITS=0, ARCH=ARCH, {planes}"
 
 
 def _dispatch(spec: KernelSpec, call: str, pivots: str) -> str:
     """Call the body of each kind of head that the plan has, specialised to its precision where heads have one."""
     if not spec.uniform:
-        planes = ", ".join(f"{n}={n}" for n in ("NIBBLES", "EIGHT", "SIX", "TWO"))
-        return f"    {call.format(kind=f'G=1, FOUR=False, BITS=0, ARCH=ARCH, {planes}')}\n"
-    lines = ["    i_bits = tl.load(p_table + T_BITS)\n"]
+        return f"    {call.format(kind=_mixed_kind())}\n"
+    lines = []
     for bits in spec.precisions:
         four = bits == 2
         kind = f"G={'JP // GROUP' if four else 1}, FOUR={four}, BITS={bits}, ARCH=ARCH, "
@@ -104,18 +134,17 @@ def _dispatch(spec: KernelSpec, call: str, pivots: str) -> str:
 
 def _step(spec: KernelSpec) -> str:
     rows = spec.pivots == "rows"
+    vector = "decay" if spec.family == "kda" else "decay + tl.zeros([KP], tl.float32)"
     body = Template(t.STEP).substitute(
         planes=PLANES,
-        read_pivots=t.READ_PIVOTS if rows else "",
+        factor_decay=_factor_decay(spec, "decay"),
+        read_pivots=t.READ_PIVOTS.replace("$decay", vector) if rows else "",
         mask_pivots=t.MASK_PIVOTS if rows else "",
-        update_pivots=t.UPDATE_PIVOTS if rows else "",
+        update_pivots=t.UPDATE_PIVOTS.replace("u, decay", f"u, {vector}") if rows else "",
     )
-    vectors = "x_q, x_k, qk, x_v, decay, beta"
-    call = (
-        f"step_codes(p_page, p_table, p_w, p_bits, {vectors}, slot, row_in, col, col_in, p_out, "
-        "{kind})"
-    )
-    pivots = f"step_pivots(p_page, p_table, {vectors}, col, col_in, p_out)"
+    token = "raw_q, raw_k, raw_v, raw_a, raw_dt, a_log, raw_b, scale"
+    call = f"step_codes(p_page, p_table, p_w, p_bits, {token}, slot, row_in, col, col_in, p_out, L2NORM, {{kind}})"
+    pivots = f"step_pivots(p_page, p_table, {token}, col, col_in, p_out, L2NORM)"
     kernel = Template(t.STEP_KERNEL).substitute(token=_token(spec), dispatch=_dispatch(spec, call, pivots))
     return body + (t.STEP_PIVOTS if spec.pivots == "heads" else "") + kernel
 
@@ -124,26 +153,21 @@ def _dense(spec: KernelSpec, name: str) -> str:
     """The codec of the prefill boundary, `pack` or `unpack`."""
     rows = spec.pivots == "rows"
     row = "tl.load(p_order + o_slot, mask=o_slot < K, other=0)" if spec.permuted else "o_slot"
-    coded = "K - tl.load(p_table + T_PIVOTS)" if rows and name == "unpack" else "K"
-    head, constants = Template(t.DENSE_HEAD).substitute(), "p_w, p_bits" if name == "pack" else "p_bits"
+    constants = "p_w, p_bits" if name == "pack" else "p_bits"
     call = (
-        f"{name}_codes(p_page, p_table, {constants}, p_state, p_order, stride_row, stride_col, col, col_in, "
-        "{kind})"
+        f"{name}_codes(p_page, p_table, {constants}, p_state, p_order, stride_row, stride_col, col, col_in, {{kind}})"
     )
     pivots = Template(t.DENSE_PIVOTS).substitute(name=name, permuted=spec.permuted) if spec.pivots != "none" else ""
     return Template(t.PACK if name == "pack" else t.UNPACK).substitute(
-        tile=Template(t.DENSE_TILE).substitute(row=row, coded=coded),
-        head=head,
+        tile=Template(t.DENSE_TILE).substitute(
+            row=row, coded="K - tl.load(p_table + T_PIVOTS)" if rows and name == "unpack" else "K"
+        ),
+        head=t.DENSE_HEAD,
         planes=PLANES,
         mask_pivots="    n_pivots = tl.load(p_table + T_PIVOTS)\n" + t.MASK_PIVOTS if rows else "",
-        dispatch=_dispatch(spec, call, "pass"),
+        dispatch=_dispatch(spec, call, ""),
         pivots=pivots,
     )
-
-
-def _matrix(spec: KernelSpec) -> bool:
-    """Whether the matrix units take the tile: their int8 instruction is 32 deep and 16 wide."""
-    return spec.constants["KP"] >= 64 and spec.constants["JP"] >= 16
 
 
 def _buffers(spec: KernelSpec) -> str:
@@ -152,7 +176,7 @@ def _buffers(spec: KernelSpec) -> str:
         key_heads="H" if kda else "HK",
         key_head="i_h" if kda else "i_h // (H // HK)",
         gamma_width=" * K" if kda else "",
-        key_index="tl.arange(0, KP)" if kda else "row",
+        key_index="slot" if kda else "row",
         gamma_index=" + o_key" if kda else "",
         gamma_mask="row_in & (o_key < n_pending * KP)" if kda else "n_pending > 0",
     )
@@ -160,44 +184,49 @@ def _buffers(spec: KernelSpec) -> str:
 
 def _read(spec: KernelSpec) -> str:
     kda = spec.family == "kda"
-    call = (
-        "h_k, h_q = read_codes(p_page, p_table, p_bits, x_q, x_k, base, slot, col, col_in, {kind})"
-    )
-    buffers, read_pivots = _buffers(spec), ""
+    read_pivots = ""
     if spec.pivots != "none":
-        read_pivots = t.READ_PIVOTS.replace("decay", "base")
-    return Template(tw.READ).substitute(
-        planes=PLANES,
+        vector = "base" if kda else "base + tl.zeros([KP], tl.float32)"
+        read_pivots = t.READ_PIVOTS.replace("$decay", vector)
+    functions = Template(tw.LOAD_HEAD).substitute(planes=PLANES)
+    if kda:
+        body = Template(tw.BODY_KDA).substitute(kind=_mixed_kind())
+    else:
+        functions += Template(tw.READ_GDN).substitute(planes=PLANES)
+        call = "h_k, h_q = read_codes(p_page, p_table, raw_q, raw_k, slot, col, col_in, {kind})"
+        body = Template(tw.BODY_GDN).substitute(dispatch=_dispatch(spec, call, ""))
+    return functions + Template(tw.READ).substitute(
         token=_token(spec),
-        buffers=buffers,
-        dispatch=_dispatch(spec, call, ""),
+        window=tw.LOAD_WINDOW,
+        buffers=_buffers(spec),
+        body=body,
         read_pivots=read_pivots,
         append=tw.APPEND_KDA if kda else tw.APPEND_GDN,
     )
 
 
-def _fold(spec: KernelSpec, name: str) -> str:
-    rows = spec.pivots == "rows"
-    window = "o_key, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending"
+def _fold(spec: KernelSpec, kernel: str) -> str:
+    kda, rows = spec.family == "kda", spec.pivots == "rows"
+    window = "p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending"
     call = (
         "fold_codes(p_page, p_table, p_w, p_bits, x_k, u, decay, gamma, slot, row_in, col, col_in, "
         f"{window}, order + i_h * K, {{kind}})"
     )
-    pivots = f"fold_pivot_head(p_page, p_table, x_k, u, decay, gamma, row_in, col, col_in, {window}, "
+    pivots = f"fold_pivot_head(p_page, p_table, x_k, u, decay, gamma, row_in, col, col_in, o_key, {window}, "
     dispatch = _dispatch(spec, call, pivots + "K)")
     if rows:
         dispatch += f"    {pivots}tl.load(p_table + T_PIVOTS))\n"
-    fold = tw.FOLD.split("\n\n\n@triton.jit\ndef fold(")
-    body = Template(fold[0]).substitute(
+    body = Template(tw.FOLD).substitute(
         planes=PLANES,
-        tile_decay="spread_rows(decay, M, 1, False)" if spec.family == "kda" else "tl.max(decay, 0)",
+        factor_decay=_factor_decay(spec, "gamma * decay"),
+        tile_decay="spread_rows(decay, M, 1, False)" if kda else "decay",
         mask_pivots="    n_pivots = tl.load(p_table + T_PIVOTS)\n" + t.MASK_PIVOTS if rows else "",
     )
-    kernel = "\n@triton.jit\ndef fold(" + fold[1] if name == "fold" else tw.FLUSH
-    kernel = Template(kernel).substitute(
+    return body + (tw.FOLD_PIVOTS if spec.pivots != "none" else "") + Template(kernel).substitute(
         token=_token(spec),
+        window=tw.LOAD_WINDOW,
         buffers=_buffers(spec),
-        row="tl.load(order + i_h * K + slot, mask=row_in, other=0)" if spec.permuted else "slot",
+        row=_row(spec),
+        one="tl.full([KP], 1.0, tl.float32)" if kda else "1.0",
         dispatch=dispatch,
     )
-    return body + "\n\n" + (tw.FOLD_PIVOTS if spec.pivots != "none" else "") + kernel

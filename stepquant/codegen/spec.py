@@ -80,8 +80,8 @@ class KernelSpec:
     @property
     def constants(self) -> Mapping[str, int | bool]:
         """Names and values that a generated file binds."""
-        m, half = max(4, power_of_two(self.key_dim // 8)), self.value_dim // 2
-        j, wide = power_of_two(half), 1 if half % 16 else 2
+        m, half = max(8 if self.window > 1 else 4, power_of_two(self.key_dim // 8)), self.value_dim // 2
+        j, wide = max(16, power_of_two(half)), 1 if half % 16 else 2
         high = any(b in self.precisions for b in (4, 6, 8))
         return {
             "H": self.num_heads, "HK": self.num_key_heads, "K": self.key_dim, "V": self.value_dim,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-BUFFERS = '''    i_buffer = tl.load(buffers + i_n).to(tl.int64)
+LOAD_WINDOW = '''    i_buffer = tl.load(buffers + i_n).to(tl.int64)
     i_phase = tl.load(phases + i_n)
     n_pending = tl.load(pending + i_n)
-    p_us = us + (i_buffer * H + i_h) * ((W - 1) * V)
+'''
+
+BUFFERS = '''    p_us = us + (i_buffer * H + i_h) * ((W - 1) * V)
     p_u_scale = u_scale + (i_buffer * H + i_h) * (W - 1)
     p_keys = keys + (i_buffer * $key_heads + $key_head) * ((W - 1) * K)
     p_key_scale = key_scale + (i_buffer * $key_heads + $key_head) * (W - 1)
@@ -15,36 +17,55 @@ BUFFERS = '''    i_buffer = tl.load(buffers + i_n).to(tl.int64)
     gamma = tl.load(p_gamma$gamma_index, mask=$gamma_mask, other=1.0)
 '''
 
-READ = '''
+LOAD_HEAD = '''
+@triton.jit
+def load_head(
+    p_page, p_table, slot, col, col_in, G: tl.constexpr, FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
+    NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
+):
+    """Codes, row factors in units of z and column scales of a head of integer rows."""
+    p_r, r_in = row_factors(p_page, p_table, slot, K, KP, G, J // GROUP if FOUR else 1, FOUR)
+    p_c = (p_page + table_offset(p_table, T_COLUMN)).to(tl.pointer_type(tl.float16)) + col
+    rho, c = tl.load(p_r, mask=r_in, other=0).to(tl.float32), tl.load(p_c, mask=col_in, other=0).to(tl.float32)
+    z00, z01, z10, z11 = load_codes(p_page, p_table, J, M, JP, E, FOUR, $planes)
+    if FOUR:
+        rho = rho * (1.0 / 32.0)
+    elif BITS > 0:
+        rho = rho * 2.0 ** (BITS - 8)
+    return z00, z01, z10, z11, rho, c
+
+
+@triton.jit
+def multiply_head(
+    z00, z01, z10, z11, rho, c, x_q, x_k, G: tl.constexpr, FOUR: tl.constexpr
+):
+    """k^T S and q^T S for two compact rows."""
+    k_rho, q_rho = rho * grouped(x_k, KP, G, FOUR), rho * grouped(x_q, KP, G, FOUR)
+    h_k, h_q = multiply_codes(z00, z01, z10, z11, k_rho, q_rho, M, JP, E, G, FOUR)
+    return h_k * c, h_q * c
+
+'''
+
+READ_GDN = '''
 @triton.jit
 def read_codes(
-    p_page, p_table, p_bits, x_q, x_k, decay, slot, col, col_in,
+    p_page, p_table, raw_q, raw_k, slot, col, col_in,
     G: tl.constexpr, FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
     NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
-    """k^T D S and q^T D S of a head of integer rows; `decay` holds all gates since the fold."""
-    top, inv_top, unit = code_constants(p_bits, slot, K, M, BITS, FOUR)
-    p_r, r_in = row_factors(p_page, p_table, slot, K, KP, G, J // GROUP if FOUR else 1, FOUR)
-    p_c = (p_page + table_offset(p_table, T_COLUMN)).to(tl.pointer_type(tl.float16)) + col
-    if MATRIX:
-        z00, z01, z10, z11 = load_codes(p_page, p_table, J, M, JP, E, FOUR, $planes)
-    else:
-        x = load_tile(p_page, p_table, J, M, JP, E, G, FOUR, $planes)
-    rho = tl.load(p_r, mask=r_in, other=0).to(tl.float32) * unit * grouped(decay, KP, G, FOUR)
-    c = tl.load(p_c, mask=col_in, other=0).to(tl.float32)
-    k_rho, q_rho = rho * grouped(x_k, KP, G, FOUR), rho * grouped(x_q, KP, G, FOUR)
-    if MATRIX:
-        h_k, h_q = multiply_codes(z00, z01, z10, z11, k_rho, q_rho, M, JP, E, G, FOUR)
-    else:
-        h_k, h_q = sum_rows(x, spread_rows(k_rho, M, G, FOUR), x, spread_rows(q_rho, M, G, FOUR), JP, E)
-    return h_k * c, h_q * c
+    """k^T S and q^T S of a head of integer rows for k and q as they were loaded; norms and gates are scalars."""
+    z00, z01, z10, z11, rho, c = load_head(p_page, p_table, slot, col, col_in, G, FOUR, BITS, ARCH, $planes)
+    return multiply_head(z00, z01, z10, z11, rho, c, raw_q.to(tl.float32), raw_k.to(tl.float32), G, FOUR)
 
+'''
 
+READ = '''
 @triton.jit
 def read(
     pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
     q, stride_q, k, stride_k, v, stride_v, a, stride_a, b, stride_b, A_log, dt_bias, scale, out, stride_out,
-    buffers, phases, pending, keys, key_scale, us, u_scale, ratios, gammas, u_now, L2NORM: tl.constexpr, ARCH: tl.constexpr,
+    buffers, phases, pending, keys, key_scale, us, u_scale, ratios, gammas, u_now,
+    L2NORM: tl.constexpr, ARCH: tl.constexpr,
 ):
     """One decode step without writeback: program (h, n) reads head h of request n and appends its token.
 
@@ -52,27 +73,17 @@ def read(
     W - 1 is not appended but left to `fold`, with its residual in `u_now`.
     """
     i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    col, col_in = tile_columns(J, JP)
-    p_out = out + i_n * stride_out + i_h * V + col
-    i_slot = tl.load(slots + i_n * stride_slot).to(tl.int64)
+$token$window    p_out = out + i_n * stride_out + i_h * V + col
     if i_slot < 0:
         tl.store(p_out, tl.zeros([VP], out.dtype.element_ty), mask=col_in)
         return
     p_page = pages + i_slot * stride_page
-    p_table = table + i_h * 16
-    p_bits = row_bits + i_h * K
-$token
-$buffers
-    base = gamma * decay
-    h_k, h_q = tl.zeros([VP], tl.float32), tl.zeros([VP], tl.float32)
-$dispatch$read_pivots
-    h_k, h_q = read_pending(
+$buffers$body$read_pivots    h_k, h_q = read_pending(
         h_k, h_q, x_k, x_q, decay, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, i_phase != W - 1,
         o_key, row_in, col, col_in, K, V, SHARED_KEYS, INT8,
     )
-    u = beta * (x_v - h_k)
-    y = h_q + qk * u
-    tl.store(p_out, y.to(out.dtype.element_ty), mask=col_in)
+    u = beta * (raw_v.to(tl.float32) - h_k)
+    tl.store(p_out, (h_q + qk * u).to(out.dtype.element_ty), mask=col_in)
     if i_phase == W - 1:
         tl.store(u_now + (i_n * H + i_h) * V + col, u, mask=col_in)
     else:
@@ -80,12 +91,26 @@ $dispatch$read_pivots
 $append
 '''
 
+BODY_GDN = '''    h_k, h_q = tl.zeros([VP], tl.float32), tl.zeros([VP], tl.float32)
+$dispatch    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
+    decay, beta = token_gates(raw_a, raw_dt, a_log, raw_b)
+    base = gamma * decay
+    h_k, h_q = h_k * (norm_k * base), h_q * (norm_q * base)
+'''
+
+BODY_KDA = '''    z00, z01, z10, z11, rho, c = load_head(p_page, p_table, slot, col, col_in, $kind)
+    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
+    decay, beta = token_gates(raw_a, raw_dt, a_log, raw_b)
+    base = gamma * decay
+    h_k, h_q = multiply_head(z00, z01, z10, z11, rho * base, c, x_q, x_k, 1, False)
+'''
+
 APPEND_GDN = '''        if i_h % (H // HK) == 0:
             store_entry(p_keys, p_key_scale, x_k, n_pending, n_pending + 1, o_key, row_in, K, INT8)
         o_w = tl.arange(0, W)
-        ratio = tl.load(p_ratio + o_w, mask=o_w < n_pending, other=0.0) * gate
+        ratio = tl.load(p_ratio + o_w, mask=o_w < n_pending, other=0.0) * decay
         tl.store(p_ratio + o_w, tl.where(o_w < n_pending, ratio, 1.0), mask=o_w <= n_pending)
-        tl.store(p_gamma, gamma * gate)
+        tl.store(p_gamma, base)
 '''
 
 APPEND_KDA = '''        store_entry(p_keys, p_key_scale, x_k, n_pending, n_pending + 1, o_key, row_in, K, INT8)
@@ -95,78 +120,32 @@ APPEND_KDA = '''        store_entry(p_keys, p_key_scale, x_k, n_pending, n_pendi
 FOLD = '''
 @triton.jit
 def fold_codes(
-    p_page, p_table, p_w, p_bits, x_k, u, decay, gamma, slot, row_in, col, col_in, o_key,
+    p_page, p_table, p_w, p_bits, x_k, u, decay, gamma, slot, row_in, col, col_in,
     p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, p_order,
     G: tl.constexpr, FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
     NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
     """Everything pending into a head of integer rows, then fit, quantise and pack; the state stays on the chip."""
-    top, inv_top, unit = code_constants(p_bits, slot, K, M, BITS, FOUR)
     p_r, r_in = row_factors(p_page, p_table, slot, K, KP, G, J // GROUP if FOUR else 1, FOUR)
     p_c = (p_page + table_offset(p_table, T_COLUMN)).to(tl.pointer_type(tl.float16)) + col
+    rho, c = tl.load(p_r, mask=r_in, other=0).to(tl.float32), tl.load(p_c, mask=col_in, other=0).to(tl.float32)
+    w, inv_w = tl.load(p_w + slot, mask=row_in, other=1.0), tl.load(p_w + H * K + slot, mask=row_in, other=1.0)
     x = load_tile(p_page, p_table, J, M, JP, E, G, FOUR, $planes)
-    rho = tl.load(p_r, mask=r_in, other=0).to(tl.float32) * unit * grouped(gamma * decay, KP, G, FOUR)
-    c = tl.load(p_c, mask=col_in, other=0).to(tl.float32)
+    top, inv_top, unit = code_constants(p_bits, slot, K, M, BITS, FOUR)
+    rho = rho * unit * $factor_decay
     x = x * spread_columns(c, JP, E, G) * spread_rows(rho, M, G, FOUR)
     x = fold_pending(
         x, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, $tile_decay, p_order,
         K, V, M, J, JP, E, G, SHARED_KEYS, PERMUTED, INT8,
     )
     x += spread_rows(x_k, M, 1, False) * spread_columns(u, JP, E, G)
-    w = grouped(tl.load(p_w + slot, mask=row_in, other=1.0), KP, G, FOUR)
-    inv_w = grouped(tl.load(p_w + H * K + slot, mask=row_in, other=1.0), KP, G, FOUR)
+    w, inv_w = grouped(w, KP, G, FOUR), grouped(inv_w, KP, G, FOUR)
     z, r, c = fit_codes(x, w, inv_w, top, inv_top, unit, M, JP, E, G, REFITS, BITS, FOUR)
 $mask_pivots    tl.store(p_r, r, mask=r_in)
     tl.store(p_c, c, mask=col_in)
     store_tile(p_page, p_table, z, J, M, JP, E, BITS, ARCH, $planes)
 
-
-@triton.jit
-def fold(
-    pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
-    q, stride_q, k, stride_k, v, stride_v, a, stride_a, b, stride_b, A_log, dt_bias, scale, out, stride_out,
-    buffers, phases, pending, keys, key_scale, us, u_scale, ratios, gammas, u_now, L2NORM: tl.constexpr, ARCH: tl.constexpr,
-):
-    """Writeback: program (h, n) folds the window of head h of request n in, if this token completes one."""
-    i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_slot = tl.load(slots + i_n * stride_slot).to(tl.int64)
-    if i_slot < 0:
-        return
-    if tl.load(phases + i_n) != W - 1:
-        return
-    col, col_in = tile_columns(J, JP)
-    p_page = pages + i_slot * stride_page
-    p_table = table + i_h * 16
-    p_w, p_bits = row_w + i_h * K, row_bits + i_h * K
-$token
-$buffers
-    u = tl.load(u_now + (i_n * H + i_h) * V + col, mask=col_in, other=0)
-$dispatch'''
-
-FLUSH = '''
-@triton.jit
-def flush(
-    pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
-    buffers, phases, pending, keys, key_scale, us, u_scale, ratios, gammas, ARCH: tl.constexpr,
-):
-    """Fold a window that is not full, before a slot is copied, forked or sent away; nothing pending changes nothing."""
-    i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_slot = tl.load(slots + i_n * stride_slot).to(tl.int64)
-    if i_slot < 0:
-        return
-    if tl.load(pending + i_n) == 0:
-        return
-    col, col_in = tile_columns(J, JP)
-    p_page = pages + i_slot * stride_page
-    p_table = table + i_h * 16
-    p_w, p_bits = row_w + i_h * K, row_bits + i_h * K
-    slot = tl.arange(0, KP)
-    row_in = slot < K
-    row = $row
-$buffers
-    decay = tl.full([KP], 1.0, tl.float32)
-    x_k, u = tl.zeros([KP], tl.float32), tl.zeros([VP], tl.float32)
-$dispatch'''
+'''
 
 FOLD_PIVOTS = '''
 @triton.jit
@@ -176,9 +155,56 @@ def fold_pivot_head(
 ):
     """Everything pending into the FP16 rows of a head."""
     p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
+    ones = tl.full([KP], 1.0, tl.float32)
     fold_pivots(
-        p_pivots, n_pivots, gamma, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, decay, x_k, u,
+        p_pivots, n_pivots, gamma * ones, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, decay * ones, x_k, u,
         o_key, row_in, col, col_in, K, V, KP, PIVOT_BLOCK, SHARED_KEYS, INT8,
     )
 
 '''
+
+FOLD_KERNEL = '''
+@triton.jit
+def fold(
+    pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
+    q, stride_q, k, stride_k, v, stride_v, a, stride_a, b, stride_b, A_log, dt_bias, scale, out, stride_out,
+    buffers, phases, pending, keys, key_scale, us, u_scale, ratios, gammas, u_now,
+    L2NORM: tl.constexpr, ARCH: tl.constexpr,
+):
+    """Writeback: program (h, n) folds the window of head h of request n in, if this token completes one."""
+    i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if tl.load(phases + i_n) != W - 1:
+        return
+$token$window    if i_slot < 0:
+        return
+    p_page = pages + i_slot * stride_page
+    p_w, p_bits = row_w + i_h * K, row_bits + i_h * K
+    u = tl.load(u_now + (i_n * H + i_h) * V + col, mask=col_in, other=0)
+$buffers    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
+    decay, beta = token_gates(raw_a, raw_dt, a_log, raw_b)
+$dispatch'''
+
+FLUSH_KERNEL = '''
+@triton.jit
+def flush(
+    pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
+    buffers, phases, pending, keys, key_scale, us, u_scale, ratios, gammas, ARCH: tl.constexpr,
+):
+    """Fold a window that is not full, before a slot is copied, forked or sent away; nothing pending changes nothing."""
+    i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    p_table = table + i_h * 16
+    i_slot = tl.load(slots + i_n * stride_slot).to(tl.int64)
+    i_bits = tl.load(p_table + T_BITS)
+$window    if i_slot < 0:
+        return
+    if n_pending == 0:
+        return
+    col, col_in = tile_columns(J, JP)
+    p_page = pages + i_slot * stride_page
+    p_w, p_bits = row_w + i_h * K, row_bits + i_h * K
+    slot = tl.arange(0, KP)
+    row_in = slot < K
+    row = $row
+$buffers    decay = $one
+    x_k, u = tl.zeros([KP], tl.float32), tl.zeros([VP], tl.float32)
+$dispatch'''

@@ -13,14 +13,11 @@ from torch import Tensor
 
 from stepquant.codec.spec import CodecSpec
 from stepquant.codegen.generate import generate, load_source, source_hash
+from stepquant.codegen.kernel_plan import LAUNCHES
 from stepquant.codegen.spec import KernelSpec, head_tables
 from stepquant.errors import ArtifactError
 from stepquant.layout import PageLayout
 from stepquant.runtime.window import WindowBuffers
-
-
-WARPS = {"step": 8, "read": 2, "fold": 8, "flush": 8, "pack": 8, "unpack": 8}
-REGISTERS = {8: 128}  # by warps: two programs fit on a multiprocessor
 
 
 class PackedKernels:
@@ -61,7 +58,7 @@ class PackedKernels:
             {name: torch.from_numpy(x).to(self.device) for name, x in head_tables(layout, i, w[i], self.spec).items()}
             for i in range(layout.num_layers)
         ]
-        self.warps = dict(WARPS)
+        self.launches = {name: LAUNCHES[name][0] for name in self.sources}
         self.arch = _arch(self.device)
 
     def step(
@@ -134,11 +131,12 @@ class PackedKernels:
         self._launch(name, layer, pages, slots, state, *strides)
 
     def _launch(self, name: str, layer: int, pages: Tensor, slots: Tensor, *args: Any) -> None:
-        table, warps = self.tables[layer], self.warps[name]
+        table, launch = self.tables[layer], self.launches[name]
         grid = (self.spec.num_heads, slots.shape[0])
         getattr(self.modules[name], name)[grid](
             pages, pages.stride(0), table["table"], table["row_w"], table["row_bits"], table["order"],
-            slots, slots.stride(0), *args, self.arch, num_warps=warps, maxnreg=REGISTERS.get(warps), enable_fp_fusion=True,
+            slots, slots.stride(0), *args, self.arch,
+            num_warps=launch.warps, maxnreg=launch.registers, enable_fp_fusion=True,
         )  # fmt: skip
 
 
