@@ -73,7 +73,7 @@ class TemporalSettings:
     """What a state error costs over time: horizon, weight of a unit, sensitivity of the output."""
 
     horizon: int = setting(2048, integer(1))
-    weight: str = setting("gate", choice("gate", "transition"))
+    weight: str = setting("gate", choice("gate", "transition", "rollout"))
     sensitivity: str = setting("none", choice("none", "gradient", "local"))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from stepquant.codec.spec import PIVOT
 from stepquant.errors import InfeasibleError
 from stepquant.passes.context import Context
-from stepquant.passes.costs import columns, row_costs, to_rows, unit_sizes, unit_table
+from stepquant.passes.costs import columns, cost_per_token, cost_table, to_rows, unit_sizes, unit_table
 from stepquant.passes.pivots import head_pivots
 from stepquant.passes.protocol import Product, Products
 from stepquant.passes.side_constraints import needs_ilp, solve_with_ilp
@@ -73,11 +73,10 @@ class Problem:
 
 def make_problem(context: Context, products: Products, bits: float) -> Problem:
     """Costs, pivots and integer budget at `bits` a value."""
-    cost = row_costs(context, products)
     source = "pivot_distortion" if "pivot_distortion" in products else "distortion"
     available = products[source].facts["candidates"]
     candidates = context.recipe.candidates(bits)
-    table = unit_table(context, cost, products[source]["row_error"])
+    table = unit_table(context, cost_table(context, products, source))
     picked = table[:, columns(candidates, available)]
     sizes = unit_sizes(context)
     nominal = int(np.floor(bits * int(sizes.sum()) + 1e-6))
@@ -100,6 +99,7 @@ class Allocation:
     )  # fmt: skip
     needs: tuple[str, ...] = (
         "distortion", "pivot_distortion", "pivots", "gate_statistics", "row_weights", "transition", "sensitivity",
+        "rollout",
     )  # fmt: skip
 
     def wanted(self, context: Context) -> bool:
@@ -129,14 +129,13 @@ class Allocation:
 
 def facts(context: Context, problem: Problem, solved: Solved | HeadAllocation) -> dict[str, Any]:
     """What the plan records of the solution."""
-    window = context.recipe.window.length
     return {
         "solver": solved.solver, "status": solved.status, "cost": solved.cost + problem.pivot_total,
         "bound": solved.bound + problem.pivot_total, "gap": solved.gap, "seconds": round(solved.seconds, 4),
         "integer_budget_bits": problem.budget, "integer_bits_used": solved.bits_used,
         "pivot_units": int(problem.pivots.sum()), "units": len(problem.pivots), "unit": context.unit,
         "candidates": list(problem.candidates),
-        "predicted_cost_per_token": (solved.cost + problem.pivot_total) / window,
+        "predicted_cost_per_token": cost_per_token(context, solved.cost + problem.pivot_total),
     }  # fmt: skip
 
 
@@ -158,14 +157,14 @@ def uniform(context: Context, products: Products, bits: int) -> Product:
     source = "pivot_distortion" if "pivot_distortion" in products else "distortion"
     if "pivots" in products:
         rows[products["pivots"]["pivots"].bool()] = PIVOT
-    table = row_costs(context, products).unsqueeze(-1) * products[source]["row_error"]
+    table = cost_table(context, products, source)
     available = products[source].facts["candidates"]
     chosen = torch.where(rows == PIVOT, columns((PIVOT,), available)[0], columns((bits,), available)[0])
     cost = float(table.gather(-1, chosen.unsqueeze(-1)).sum())
     return Product({"bits": rows}, {
         "solver": "uniform", "status": "fixed", "cost": cost, "unit": context.unit, "candidates": [bits],
         "pivot_units": int((rows == PIVOT).sum()) // (1 if context.unit == "row" else context.geometry.key_dim),
-        "predicted_cost_per_token": cost / context.recipe.window.length,
+        "predicted_cost_per_token": cost_per_token(context, cost),
     })  # fmt: skip
 
 
@@ -174,6 +173,6 @@ def predicted_by_layer(context: Context, products: Products, bits: Tensor) -> li
     source = "pivot_distortion" if "pivot_distortion" in products else "distortion"
     available = products[source].facts["candidates"]
     index = torch.tensor([available.index(int(b)) if int(b) in available else -1 for b in range(33)])
-    table = row_costs(context, products).unsqueeze(-1) * products[source]["row_error"]
+    table = cost_table(context, products, source)
     chosen = table.gather(-1, index[bits.long()].unsqueeze(-1)).sum((1, 2, 3))
-    return [float(x) / context.recipe.window.length for x in chosen]
+    return [cost_per_token(context, float(x)) for x in chosen]

@@ -2,7 +2,7 @@
 
 The paper (equation 8): L_u d_u(b), with the row weights w^2 inside d_u where a unit is a head (equation 17) and none
 where it is a row (equation 18). Past it (design 2.5): the transition-aware Gram diagonal instead of L and w^2, and the
-output sensitivity of the head in front of either.
+output sensitivity of the head in front of either. Or the measured rollout, which replaces all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from stepquant.errors import RecipeError
 from stepquant.passes.context import Context
 from stepquant.passes.gate_statistics import lifetime
 from stepquant.passes.protocol import Products
+from stepquant.passes.rollout import rollout_table
 
 
 def row_costs(context: Context, products: Products) -> Tensor:
@@ -36,9 +37,24 @@ def row_costs(context: Context, products: Products) -> Tensor:
     return cost.expand(g.num_delta_layers, g.num_heads, g.key_dim) * g.value_dim
 
 
-def unit_table(context: Context, cost: Tensor, row_error: Tensor) -> np.ndarray:
+def cost_table(context: Context, products: Products, source: str = "distortion") -> Tensor:
+    """Cost of every key row at every candidate, `[L, H, K, C]` float64; the columns are ``source``'s candidates.
+
+    Args:
+        source: ``distortion``, or ``pivot_distortion`` with pivot rows out of the column fit.
+    """
+    if context.recipe.temporal.weight == "rollout":
+        return rollout_table(products, context.unit == "head", source)
+    return row_costs(context, products).unsqueeze(-1) * products[source]["row_error"]
+
+
+def cost_per_token(context: Context, cost: float) -> float:
+    """A cost of `cost_table` a token: rollouts measure it with the window, other costs are a requantisation's."""
+    return cost if context.recipe.temporal.weight == "rollout" else cost / context.recipe.window.length
+
+
+def unit_table(context: Context, table: Tensor) -> np.ndarray:
     """Costs of units by candidate, `[U, C]`: rows summed over their head where a unit is a head."""
-    table = cost.unsqueeze(-1) * row_error
     if context.unit == "head":
         table = table.sum(2)
     return table.reshape(-1, table.shape[-1]).numpy()

@@ -15,6 +15,7 @@ from stepquant.passes.distortion import Distortion, PivotDistortion
 from stepquant.passes.gate_statistics import GateStatistics
 from stepquant.passes.pivots import Pivots
 from stepquant.passes.protocol import ObserverPass, Pass, Product
+from stepquant.passes.rollout import Rollout, RolloutTraces
 from stepquant.passes.row_impact import RowImpact
 from stepquant.passes.row_weights import RowWeights
 from stepquant.passes.sensitivity import Sensitivity
@@ -24,6 +25,7 @@ from stepquant.passes.synthetic import (
     SyntheticGates,
     SyntheticImpact,
     SyntheticPivotDistortion,
+    SyntheticRollout,
     SyntheticSensitivity,
     SyntheticTransition,
 )
@@ -33,16 +35,20 @@ from stepquant.passes.transition import Transition
 AnyPass = Pass | ObserverPass
 
 # Watching one run of the model ...
-TRACED: Sequence[AnyPass] = (GateStatistics(), RowImpact(), Transition(), Sensitivity(), StateSamples())
+TRACED: Sequence[AnyPass] = (
+    GateStatistics(), RowImpact(), Transition(), Sensitivity(), RolloutTraces(), StateSamples(),
+)  # fmt: skip
 # ... or, with calibration=synthetic, made up.
 SYNTHETIC: Sequence[AnyPass] = (SyntheticGates(), SyntheticImpact(), SyntheticTransition(), SyntheticSensitivity())
 WEIGHTS: Sequence[AnyPass] = (RowWeights(),)
-TABLES: Sequence[AnyPass] = (Distortion(), Pivots(), PivotDistortion())
-SYNTHETIC_TABLES: Sequence[AnyPass] = (SyntheticDistortion(), Pivots(), SyntheticPivotDistortion())
+TABLES: Sequence[AnyPass] = (Distortion(), Rollout(), Pivots(), PivotDistortion())
+SYNTHETIC_TABLES: Sequence[AnyPass] = (
+    SyntheticDistortion(), SyntheticRollout(), Pivots(), SyntheticPivotDistortion(),
+)  # fmt: skip
 SOLVE: Sequence[AnyPass] = (Allocation(),)
 
 KEPT_IN_ARTIFACT = (
-    "gate_statistics", "row_impact", "transition", "sensitivity", "row_weights", "distortion", "pivots",
+    "gate_statistics", "row_impact", "transition", "sensitivity", "row_weights", "distortion", "rollout", "pivots",
     "pivot_distortion",
 )  # fmt: skip
 UNCACHED = {"allocation"}  # cheap, and their answer depends on everything
@@ -63,7 +69,7 @@ def _needless(context: Context) -> set[str]:
     temporal, needless = context.recipe.temporal, set()
     if "transition" not in (temporal.weight, context.recipe.spatial.impact):
         needless.add("transition")
-    if temporal.sensitivity == "none":
+    if temporal.sensitivity == "none" or temporal.weight == "rollout":
         needless.add("sensitivity")
     return needless
 

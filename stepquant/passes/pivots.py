@@ -12,7 +12,7 @@ import torch
 from stepquant.codec.spec import PIVOT
 from stepquant.errors import RecipeError
 from stepquant.passes.context import Context
-from stepquant.passes.costs import columns, row_costs, to_rows, unit_sizes, unit_table
+from stepquant.passes.costs import columns, cost_table, to_rows, unit_sizes, unit_table
 from stepquant.passes.protocol import Product, Products
 from stepquant.solvers.dp import solve_dp
 from stepquant.solvers.pivots import round_pivots
@@ -56,14 +56,14 @@ class Pivots:
         "pivots.count", "temporal.horizon", "temporal.weight", "temporal.sensitivity", "allocation.unit",
         "allocation.granularity", "target.tensor_parallel",
     )  # fmt: skip
-    needs: tuple[str, ...] = ("distortion", "gate_statistics", "row_weights", "transition", "sensitivity")
+    needs: tuple[str, ...] = ("distortion", "gate_statistics", "row_weights", "transition", "sensitivity", "rollout")
 
     def wanted(self, context: Context) -> bool:
         return context.unit == "row" and context.recipe.pivots.count > 0
 
     def run(self, context: Context, products: Products) -> Product:
         available = products["distortion"].facts["candidates"]
-        table = unit_table(context, row_costs(context, products), products["distortion"]["row_error"])
+        table = unit_table(context, cost_table(context, products))
         eight, sixteen = columns((8, PIVOT), available)
         risk = np.maximum(table[:, eight] - table[:, sixteen], 0)
         granularity = context.recipe.allocation.granularity

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepquant.models.capture import capture_delta_rule
+from stepquant.models.capture import Observer, capture_delta_rule
 from stepquant.passes.context import Context
 from stepquant.passes.protocol import Product
 
@@ -42,6 +42,7 @@ class SensitivityObservation:
     """Sums of squared gradients at every head's output; runs the model itself, with a graph."""
 
     runs_model = True
+    observer: Observer | None = None  # sees every layer's trace before its gradient
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -74,7 +75,7 @@ class SensitivityObservation:
             y.register_hook(lambda gradient: self._add(layer, gradient))
             return y
 
-        with torch.enable_grad(), capture_delta_rule(self.context.model, replace=self.context.delta_rule, edit=edit):
+        with torch.enable_grad(), capture_delta_rule(self.context.model, self.observer, self.context.delta_rule, edit):
             logits = self.context.model.model(input_ids=tokens, use_cache=False).logits[0]
             with torch.no_grad():
                 generator = torch.Generator().manual_seed(seed)
@@ -105,7 +106,7 @@ class SensitivityObservation:
         scale: dict[int, Tensor] = {}
         with contextlib.ExitStack() as stack:
             modules = stack.enter_context(
-                capture_delta_rule(self.context.model, replace=self.context.delta_rule, edit=edit)
+                capture_delta_rule(self.context.model, self.observer, self.context.delta_rule, edit)
             )
             for layer, (module, block) in enumerate(zip(modules, _blocks(self.context, modules), strict=True)):
                 handle = module.register_forward_hook(probe(layer), with_kwargs=True)

@@ -47,7 +47,7 @@ def solve_with_ilp(context: Context, problem: Problem) -> HeadAllocation:
     layers, heads = g.num_delta_layers, g.num_heads
     charge = int(problem.sizes[problem.pivots].sum()) * 8
     limits = {**_limits(context, "floors", "floor"), **_limits(context, "caps", "cap")}
-    common = {
+    common: dict[str, Any] = {
         "tensor_parallel": recipe.target.tensor_parallel,
         "time_limit": recipe.solver_options.time_limit,
         **limits,

@@ -98,6 +98,22 @@ class SyntheticDistortion(_Synthetic):
         return Product({"row_error": energy.unsqueeze(-1) * factor}, {"candidates": list(candidates)})
 
 
+class SyntheticRollout(_Synthetic):
+    """Costs of rows: the synthetic errors, read over a bounded lifetime, as rollouts of real states show."""
+
+    name = "rollout"
+    reads: tuple[str, ...] = ("window.length",)
+    needs: tuple[str, ...] = ("distortion", "row_impact")
+
+    def wanted(self, context: Context) -> bool:
+        return context.recipe.temporal.weight == "rollout"
+
+    def run(self, context: Context, products: Products) -> Product:
+        error, omega = products["distortion"]["row_error"], products["row_impact"]["omega"]
+        rows = error * (omega * context.geometry.value_dim / context.recipe.window.length).unsqueeze(-1)
+        return Product({"rows": rows, "heads": rows.sum(2)}, products["distortion"].facts)
+
+
 class SyntheticPivotDistortion(_Synthetic):
     """The same table: there are no states to fit again."""
 

@@ -165,7 +165,7 @@ def by_layer(evidence: Evidence, drawn: Figures) -> Markup:
 def _cost_meaning(settings: dict[str, Any]) -> str:
     temporal = settings.get("temporal")
     temporal = temporal if isinstance(temporal, dict) else {}
-    if temporal.get("weight") == "transition" and temporal.get("sensitivity") == "gradient":
+    if temporal.get("weight") in ("transition", "rollout") and temporal.get("sensitivity") == "gradient":
         return "Predicted KL divergence from the FP32 state, nats."
     return "State error weighted by how long it lasts and how much it matters; no unit, to compare by."
 

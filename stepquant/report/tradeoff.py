@@ -18,7 +18,7 @@ from stepquant.errors import StepQuantError
 from stepquant.passes.allocation import PIVOT_CHARGE
 from stepquant.passes.cache import Cache
 from stepquant.passes.context import Context
-from stepquant.passes.costs import columns, row_costs, unit_sizes, unit_table
+from stepquant.passes.costs import columns, cost_table, unit_sizes, unit_table
 from stepquant.passes.progress import Progress
 from stepquant.passes.protocol import Product
 from stepquant.plan import LayoutPlan
@@ -75,12 +75,12 @@ def _tradeoff(plan: LayoutPlan, products: dict[str, Product]) -> Tradeoff | None
     chosen_cost = number(plan.predicted.get("predicted_cost_per_token"))
     if len(candidates) < 2 or chosen_cost is None:
         return None
-    cost = row_costs(context, products)
-    table = unit_table(context, cost, products[source]["row_error"])
+    table = unit_table(context, cost_table(context, products, source))
     bits = plan.bits[..., 0] if unit == "head" else plan.bits
     pivots = (bits == PIVOT).flatten().numpy()
     sizes = unit_sizes(context)
-    elements, window = int(sizes.sum()), plan.window.length
+    elements = int(sizes.sum())
+    window = 1 if temporal.weight == "rollout" else plan.window.length
     fixed = float(table[pivots, columns((PIVOT,), available)[0]].sum())
     charged = PIVOT_CHARGE * int(sizes[pivots].sum())
     free, free_sizes = table[~pivots][:, columns(candidates, available)], sizes[~pivots]
@@ -90,7 +90,7 @@ def _tradeoff(plan: LayoutPlan, products: dict[str, Product]) -> Tradeoff | None
     else:
         used, costs = lagrangian_sweep(free, candidates, free_sizes)
     pick = np.unique(np.linspace(0, len(used) - 1, POINTS).round().astype(int))
-    plain = unit_table(context, cost, products["distortion"]["row_error"]).sum(0)
+    plain = unit_table(context, cost_table(context, products)).sum(0)
     charge = plan.bits.long().masked_fill(plan.bits == PIVOT, PIVOT_CHARGE).double().mean()
     return Tradeoff(
         bits=(used[pick] + charged) / elements,

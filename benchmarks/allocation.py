@@ -1,0 +1,157 @@
+"""Is the allocation's cost model right? Sensitivities against injected noise, predicted cost against measured KL.
+
+    python benchmarks/allocation.py                     # both built-in models, 8 streams of 512 + 1,024 tokens
+    python benchmarks/allocation.py --models kda --streams 4 --decode 512
+
+For each model, at W = 1:
+
+- plans of 3 to 8 bits under every cost model (gate or transition weights; no, gradient or local sensitivity), measured
+  on the same held-out streams; Spearman's correlation of measured KL with the default cost model's prediction;
+- KL of every cost model as a ratio to ``method=paper`` at the same bits, paired streams;
+- gradient and local sensitivities against the reference, noise at one head at a time: rank correlation and seconds.
+
+Writes results/allocation.json. Needs neither Hydra nor a solver's package, so that it also runs on a bare GPU machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from scipy.stats import spearmanr
+
+from stepquant.evaluation.drift import DriftRun, VariantResult
+from stepquant.evaluation.metrics import paired_ratio
+from stepquant.evaluation.noise import noise_sensitivity
+from stepquant.evaluation.streams import load_streams
+from stepquant.evaluation.variants import from_plan
+from stepquant.files import write_json
+from stepquant.passes.cache import Cache
+from stepquant.passes.context import Context
+from stepquant.passes.costs import cost_per_token, cost_table
+from stepquant.passes.layout import make_plan
+from stepquant.passes.pipeline import Pipeline
+from stepquant.passes.progress import Progress
+from stepquant.plan import LayoutPlan
+from stepquant.recipe import Recipe
+
+HERE = Path(__file__).resolve().parent
+PAPER = ("gate", "none")
+COST_MODELS = (
+    PAPER, ("gate", "gradient"), ("transition", "none"), ("transition", "gradient"), ("transition", "local"),
+    ("rollout", "gradient"), ("rollout", "local"),
+)  # fmt: skip
+DEFAULT = ("rollout", "gradient")
+BITS = (3, 4, 5, 6, 8)
+PIVOTS = {"gdn": 1, "kda": 38}
+
+
+def recipe(family: str, bits: float, cost: tuple[str, str], args: argparse.Namespace) -> Recipe:
+    """A recipe of a built-in model under one cost model; the codec is the paper's throughout."""
+    return Recipe.from_config({
+        "name": f"{family}_{'_'.join(cost)}_{bits}", "model": {"path": f"builtin:tiny_{family}", "device": args.device},
+        "budget": {"bits": bits}, "pivots": {"count": PIVOTS[family]}, "cache": {"dir": args.cache},
+        "temporal": {"weight": cost[0], "sensitivity": cost[1]}, "data": {"segments": args.segments},
+    })  # fmt: skip
+
+
+def solve(family: str, bits: float, cost: tuple[str, str], args: argparse.Namespace) -> tuple[LayoutPlan, Pipeline]:
+    """Plan and products of one recipe, everything but the solve from the cache after the first."""
+    context = Context.open(recipe(family, bits, cost, args), Progress(quiet=True))
+    pipeline = Pipeline(context)
+    pipeline.run()
+    return make_plan(context, pipeline), pipeline
+
+
+def predicted(plan: LayoutPlan, judge: Pipeline) -> float:
+    """Cost of a plan's precision map under the judge's cost model, nats a token with its units."""
+    source = "pivot_distortion" if "pivot_distortion" in judge else "distortion"
+    where = {b: i for i, b in enumerate(judge[source].facts["candidates"])}
+    index = plan.bits.long().apply_(lambda b: where[b]).unsqueeze(-1)
+    return cost_per_token(judge.context, float(cost_table(judge.context, judge, source).gather(-1, index).sum()))
+
+
+def measure(family: str, plans: list[tuple[str, LayoutPlan]], args: argparse.Namespace) -> list[VariantResult]:
+    """Token figures of some plans on the held-out streams."""
+    torch.set_num_threads(1)
+    context = Context.open(recipe(family, 6, PAPER, args), Progress(quiet=True))
+    streams = load_streams(context.model, streams=args.streams, prefill=args.prefill, decode=args.decode)
+    run = DriftRun(context.model, streams, batch=args.streams, cache=Cache(Path(args.cache).expanduser()))
+    return run.evaluate([from_plan(plan, name) for name, plan in plans])
+
+
+def study(family: str, args: argparse.Namespace) -> dict[str, Any]:
+    """All figures of one model."""
+    solved = {(cost, bits): solve(family, bits, cost, args) for cost in COST_MODELS for bits in BITS}
+    names = [(f"{' + '.join(cost)} @ {bits}", plan) for (cost, bits), (plan, _) in solved.items()]
+    parts = [names[i :: args.workers] for i in range(args.workers)]
+    with ProcessPoolExecutor(args.workers, get_context("spawn")) as pool:
+        jobs = [pool.submit(measure, family, part, args) for part in parts if part]
+        results = {r.variant.name: r for job in jobs for r in job.result()}
+    judge = solved[DEFAULT, 6][1]
+    rows = []
+    for (name, plan), (cost, bits) in zip(names, solved, strict=True):
+        kl = results[name].figures.kl.double().mean(1)
+        paper = results[f"{' + '.join(PAPER)} @ {bits}"].figures.kl.double().mean(1)
+        ratio = paired_ratio(kl, paper)
+        rows.append({"weight": cost[0], "sensitivity": cost[1], "bits": bits, "kl_all": float(kl.mean()),
+                     "kl_median": float(kl.median()), "to_paper": ratio.mean, "to_paper_ci": [ratio.low, ratio.high],
+                     "predicted_by_default": predicted(plan, judge)})  # fmt: skip
+        print(f"{family} {name:28s} KL {rows[-1]['kl_all']:.3e}  x {ratio.mean:.3f} of the paper's  "
+              f"predicted {rows[-1]['predicted_by_default']:.3e}")  # fmt: skip
+    rank = spearmanr([r["kl_all"] for r in rows], [r["predicted_by_default"] for r in rows])[0]
+    found = {"model": f"tiny_{family}", "rows": rows, "spearman_predicted_kl": float(rank)}
+    print(f"{family} Spearman of predicted cost and measured KL over {len(rows)} plans: {rank:.4f}")
+    return {**found, "sensitivity": sensitivities(family, solved, args)}
+
+
+def sensitivities(
+    family: str, solved: dict[tuple[tuple[str, str], int], tuple[LayoutPlan, Pipeline]], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Gradient and local estimates against injected noise."""
+    context = Context.open(recipe(family, 6, PAPER, args), Progress(quiet=True))
+    tokens = load_streams(context.model, streams=2, prefill=8, decode=args.noise_tokens - 8).ids[:, :-1]
+    start = time.perf_counter()
+    noise = noise_sensitivity(context.model, tokens, context.delta_rule)
+    found: dict[str, Any] = {"noise_seconds": round(time.perf_counter() - start, 1), "noise": noise.tolist()}
+    for kind in ("gradient", "local"):
+        estimate = solved[("transition", kind), 6][1]["sensitivity"]["sensitivity"]
+        rank = float(spearmanr(noise.flatten(), estimate.flatten())[0])
+        found[kind] = {
+            "spearman": rank,
+            "median_ratio": float((estimate / noise).median()),
+            "values": estimate.tolist(),
+        }
+        print(f"{family} sensitivity {kind}: Spearman {rank:.3f} with injected noise")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=sorted(PIVOTS), default=sorted(PIVOTS))
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--prefill", type=int, default=512)
+    parser.add_argument("--decode", type=int, default=1024)
+    parser.add_argument("--segments", type=int, default=16, help="calibration segments of 1,024 tokens")
+    parser.add_argument("--noise-tokens", type=int, default=512)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes of one thread each")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--cache", default="~/.cache/stepquant")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "allocation.json")
+    args = parser.parse_args()
+    found = []
+    for family in args.models:
+        start = time.perf_counter()
+        found.append({**study(family, args), "seconds": round(time.perf_counter() - start, 1)})
+    about = {"streams": args.streams, "prefill": args.prefill, "decode": args.decode, "torch": torch.__version__}
+    write_json(args.out, {"about": about, "models": found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Rollout: what each precision really does to the readout, measured by running it (past the paper, docs/method.md).
+
+The paper and `passes.transition` add up independent rounding errors over a unit's lifetime. Real rounding is not
+independent: a state that changes by less than half a step is rounded back to the same code, so that the error of a
+long-lived unit stays near one step instead of growing with its lifetime. So the quantised recurrence is run beside
+the exact one, every head by itself, on pieces of a few captured segments:
+
+    E_t = Shat_t - S_t;   cost_i(b) = mean_t F_t g_{t,i}^2 |E_{t-1,i}|^2      (rows: equation 9, no cross terms)
+                          cost_h(b) = mean_t F_t |E_{t-1}^T g_t|^2             (heads: exactly the squared output error)
+
+with g_t = A_t^T q_t and F_t the output sensitivity of the head at that very token, so that tokens whose readout is small,
+and is blown up by the head's norm, count as they should. The write window is the recipe's own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stepquant.codec.chunks import states_every
+from stepquant.codec.recurrence import expand_gate, transition_rows
+from stepquant.codec.registry import make_codec
+from stepquant.codec.spec import CodecSpec
+from stepquant.models.capture import DeltaTrace, capture_delta_rule
+from stepquant.passes.context import Context
+from stepquant.passes.distortion import table_candidates
+from stepquant.passes.protocol import Product, Products
+from stepquant.passes.sensitivity import SensitivityObservation
+
+SEGMENTS = 4  # evenly spaced among the calibration segments
+PREFILL, DECODE = 128, 384  # tokens of a segment that run exactly, and beside the quantised recurrence
+FIELDS = ("q", "k", "v", "log_gate", "beta", "sensitivity")
+
+
+class RolloutTraces:
+    """Inputs of every layer on the chosen pieces, `<field>.<layer>` `[S, T, H, ...]`, with F_t `[S, T, H]`."""
+
+    name, version = "rollout_traces", 1
+    reads: tuple[str, ...] = ("temporal.sensitivity", "seed")
+    needs: tuple[str, ...] = ()
+
+    def wanted(self, context: Context) -> bool:
+        return context.recipe.temporal.weight == "rollout"
+
+    def start(self, context: Context) -> TraceObservation:
+        return TraceObservation(context)
+
+
+class TraceObservation(SensitivityObservation):
+    """Keeps the first tokens of a few segments and their gradients."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        count, total = min(SEGMENTS, context.recipe.data.segments), context.recipe.data.segments
+        self.chosen = [index * total // count for index in range(count)]
+        self.kept: dict[str, Tensor] = {}
+        self.at = 0
+
+    def run_model(self, tokens: Tensor, segments: range) -> None:
+        kind = self.context.recipe.temporal.sensitivity
+        for chosen in (index for index in self.chosen if index in segments):
+            self.at = chosen
+            row = tokens[self.at - segments.start, : PREFILL + DECODE].unsqueeze(0)
+            seed = self.context.recipe.seed * 1_000_003 + self.at
+            if kind == "none":
+                self._forward(row)
+            elif kind == "local":
+                self._local(row, seed)
+            else:
+                self._gradient(row, seed)
+
+    def observer(self, layer: int, trace: DeltaTrace) -> None:
+        for name in FIELDS[:-1]:
+            value = getattr(trace, name).detach()[0]
+            self.kept[f"{name}.{layer}.{self.at}"] = value.to(torch.float16 if name in "qkv" else torch.float32).cpu()
+
+    def _add(self, layer: int, gradient: Tensor) -> None:
+        self.kept[f"sensitivity.{layer}.{self.at}"] = 0.5 * gradient.detach()[0].float().square().mean(-1).cpu()
+
+    def _forward(self, tokens: Tensor) -> None:
+        def edit(layer: int, y: Tensor) -> Tensor:
+            self.kept[f"sensitivity.{layer}.{self.at}"] = torch.ones(y.shape[1:3])
+            return y
+
+        with torch.no_grad(), capture_delta_rule(self.context.model, self.observer, self.context.delta_rule, edit):
+            self.context.model.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+
+    def state(self) -> dict[str, Tensor]:
+        return dict(self.kept)
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        self.kept = dict(state)
+
+    def finish(self) -> Product:
+        layers = range(self.context.geometry.num_delta_layers)
+        return Product({
+            f"{name}.{layer}": torch.stack([self.kept[f"{name}.{layer}.{at}"] for at in self.chosen])
+            for name in FIELDS for layer in layers
+        }, {"segments": self.chosen})  # fmt: skip
+
+
+class Rollout:
+    """Mean cost a token of every precision: `rows` `[L, H, K, C]`, `heads` `[L, H, C]`; FP16 is the last one."""
+
+    name, version = "rollout", 1
+    reads: tuple[str, ...] = (
+        "spatial.codec", "spatial.refits", "allocation.unit", "allocation.mode", "budget.candidates", "window.length",
+    )  # fmt: skip
+    needs: tuple[str, ...] = ("rollout_traces", "row_weights")
+
+    def wanted(self, context: Context) -> bool:
+        return context.recipe.temporal.weight == "rollout"
+
+    def run(self, context: Context, products: Products) -> Product:
+        candidates, w = table_candidates(context), products["row_weights"]["w"]
+        traces, window = products["rollout_traces"], context.recipe.window.length
+        count = traces["beta.0"].shape[0]
+        rows, heads = [], []
+        with context.progress.bar("rollout", w.shape[0] * count) as bar:
+            for layer in range(w.shape[0]):
+                sums = []
+                for piece in range(count):
+                    q, k, v, log_gate, beta, sensitivity = (
+                        traces[f"{name}.{layer}"][piece].float().to(context.device) for name in FIELDS
+                    )
+                    sums.append(
+                        rollout(q, k, v, log_gate, beta, sensitivity, w[layer], context.codec, candidates, window)
+                    )
+                    bar.advance()
+                tokens = sum(part[2] for part in sums)
+                rows.append(torch.stack([part[0] for part in sums]).sum(0) / max(tokens, 1))
+                heads.append(torch.stack([part[1] for part in sums]).sum(0) / max(tokens, 1))
+        return Product({"rows": torch.stack(rows), "heads": torch.stack(heads)}, {"candidates": list(candidates)})
+
+
+def rollout(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, beta: Tensor, sensitivity: Tensor, w: Tensor,
+    spec: CodecSpec, candidates: tuple[int, ...], window: int = 1,
+) -> tuple[Tensor, Tensor, int]:  # fmt: skip
+    """Costs of one layer on one piece of text.
+
+    Args:
+        q, k: `[T, H, K]`; v: `[T, H, V]`; log_gate: `[T, H]` or `[T, H, K]`; beta: `[T, H]`.
+        sensitivity: F_t `[T, H]`.
+        w: row weights `[H, K]`.
+        spec: spatial codec; candidates: precisions, each tried on whole heads.
+        window: tokens between requantisations; between them states evolve exactly.
+
+    Returns:
+        Sums over the decoded tokens: rows `[H, K, C]` and heads `[H, C]`, float64, and the number of those tokens.
+    """
+    heads, rows, columns, count = q.shape[1], q.shape[2], v.shape[2], len(candidates)
+    start = min(PREFILL, q.shape[0] // 3) // 8 * 8
+    exact = v.new_zeros(heads, rows, columns)
+    before = [x[None, :start] for x in (k, v, log_gate, beta)]
+    for _, state in states_every(before[0], before[1], before[2], before[3], every=8):
+        exact = state[0]
+    w, precision = w.to(q.device), torch.tensor(candidates, dtype=torch.uint8, device=q.device)
+    codecs = [make_codec(b.expand(heads, rows).contiguous(), w, spec, columns) for b in precision]
+    read = transition_rows(k, q, log_gate, beta)  # [T, H, K]
+    gate = expand_gate(log_gate, q).exp().unsqueeze(-1)
+    states = torch.stack([exact, *[codec.roundtrip(exact) for codec in codecs]])  # [1 + C, H, K, V]
+    by_row = torch.zeros(count, heads, rows, dtype=torch.float64, device=q.device)
+    by_head = torch.zeros(count, heads, dtype=torch.float64, device=q.device)
+    for t in range(start, q.shape[0]):
+        error = states[1:] - states[:1]
+        output = (read[t].unsqueeze(-2) @ error).squeeze(-2)  # [C, H, V]
+        by_head += (sensitivity[t] * output.square().sum(-1)).double()
+        by_row += ((sensitivity[t].unsqueeze(-1) * read[t].square()) * error.square_().sum(-1)).double()
+        states *= gate[t]
+        states += k[t].unsqueeze(-1) * (beta[t].view(-1, 1, 1) * (v[t].unsqueeze(-2) - k[t].unsqueeze(-2) @ states))
+        if (t + 1) % window == 0:
+            for index, codec in enumerate(codecs):
+                states[index + 1] = codec.roundtrip(states[index + 1])
+    return by_row.permute(1, 2, 0).cpu(), by_head.T.cpu(), q.shape[0] - start
+
+
+def rollout_table(products: Products, by_head: bool, source: str) -> Tensor:
+    """Cost of every row at every candidate, `[L, H, K, C]`.
+
+    Where units are heads, rows share out the head's exact cost. With pivots out of the column fit (``source`` is
+    ``pivot_distortion``), costs change as the reconstruction errors did.
+    """
+    rows = products["rollout"]["rows"]
+    if by_head:
+        total = rows.sum(2, keepdim=True)
+        return rows * (products["rollout"]["heads"].unsqueeze(2) / total.clamp_min(torch.finfo(total.dtype).tiny))
+    if source != "distortion":
+        before, after = products["distortion"]["row_error"], products[source]["row_error"]
+        ratio = torch.where(before > 0, after / before.clamp_min(torch.finfo(before.dtype).tiny), 1.0)
+        rows = rows * torch.cat([ratio[..., :-1], torch.ones_like(ratio[..., -1:])], -1)
+    return rows
