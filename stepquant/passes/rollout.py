@@ -6,10 +6,10 @@ long-lived unit stays near one step instead of growing with its lifetime. So the
 the exact one, every head by itself, on pieces of a few captured segments:
 
     E_t = Shat_t - S_t;   cost_i(b) = mean_t F_t g_{t,i}^2 |E_{t-1,i}|^2      (rows: equation 9, no cross terms)
-                          cost_h(b) = mean_t F_t |E_{t-1}^T g_t|^2             (heads: exactly the squared output error)
+                          cost_h(b) = mean_t F_t |E_{t-1}^T g_t|^2             (heads: exactly its output error)
 
-with g_t = A_t^T q_t and F_t the output sensitivity of the head at that very token, so that tokens whose readout is small,
-and is blown up by the head's norm, count as they should. The write window is the recipe's own.
+with g_t = A_t^T q_t and F_t the output sensitivity of the head at that very token, so that tokens whose readout is
+small, and is blown up by the head's norm, count as they should. The write window is the recipe's own.
 """
 
 from __future__ import annotations

@@ -150,8 +150,18 @@ def test_impossible_bytes_name_the_smallest_plan(compiled, tmp_path):
                               spatial__gamma=0.25), quiet=True)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["baseline_int6", "baseline_nvfp4", "baseline_qmamba4", "baseline_damp",
-                                  "ablation_spatial_6", "ablation_temporal_6", "ablation_temporal_no_pivots_4"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "baseline_int6",
+        "baseline_nvfp4",
+        "baseline_qmamba4",
+        "baseline_damp",
+        "ablation_spatial_6",
+        "ablation_temporal_6",
+        "ablation_temporal_no_pivots_4",
+    ],
+)
 def test_baselines_share_the_pipeline(compiled, tmp_path, name):
     root, _ = compiled
     result = compile_recipe(recipe(root, name, output=str(tmp_path / name)), quiet=True)
