@@ -93,8 +93,8 @@ def paired_ratio(ours: Tensor, theirs: Tensor, resamples: int = 2000, seed: int 
 
 def summarise(figures: TokenFigures) -> dict[str, object]:
     """The figures of a row: ``kl_first``, ``kl_last``, ``kl_all`` and likewise excess_nll and top1, each with ``_ci``
-    `[low, high]`, ``kl_all_median`` (of the streams' means: a mean can be one stream's rare tokens), ``streams``, and
-    ``tokens``."""
+    `[low, high]`; ``kl_all_median`` (of the streams' means), ``kl_tail`` (share of the KL in the worst hundredth of the
+    tokens) and ``kl_body`` (mean without them), since a mean can be a few tokens'; ``streams`` and ``tokens``."""
     row: dict[str, object] = {"streams": figures.kl.shape[0], "tokens": figures.kl.shape[1]}
     for name in ("kl", "excess_nll", "top1"):
         for part in SPANS:
@@ -102,4 +102,8 @@ def summarise(figures: TokenFigures) -> dict[str, object]:
             row[f"{name}_{part}"] = found.mean
             row[f"{name}_{part}_ci"] = None if math.isnan(found.low) else [found.low, found.high]
     row["kl_all_median"] = float(figures.kl.mean(1).quantile(0.5))
+    ordered = figures.kl.flatten().sort(descending=True).values
+    worst, total = -(-ordered.numel() // 100), float(ordered.sum())
+    row["kl_tail"] = float(ordered[:worst].sum()) / total if total else 0.0
+    row["kl_body"] = float(ordered[worst:].mean()) if worst < ordered.numel() else total
     return row

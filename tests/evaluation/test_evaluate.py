@@ -73,6 +73,8 @@ def test_the_packed_path_is_named_and_agrees(loaded: LoadedModel, directory: Pat
 
 @pytest.mark.slow
 def test_workers_share_the_work_and_change_nothing(loaded: LoadedModel, directory: Path, tmp_path: Path) -> None:
+    if loaded.geometry.family == "kda":
+        pytest.skip("processes do not depend on the family")
     written = []
     for workers in (1, 2):
         target = tmp_path / f"{workers}.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 import torch
 from scipy import stats
 from scipy.special import log_softmax
@@ -75,6 +76,9 @@ def test_summary_names() -> None:
     row = summarise(join([one, one], 0))
     assert row["streams"] == 6
     assert row["tokens"] == 300
+    ordered = np.sort(join([one, one], 0).kl.numpy().ravel())[::-1]
+    assert row["kl_tail"] == pytest.approx(ordered[:18].sum() / ordered.sum())
+    assert row["kl_body"] == pytest.approx(ordered[18:].mean())
     for name in ("kl_first", "kl_last", "kl_all", "excess_nll_all", "top1_all"):
         low, high = row[f"{name}_ci"]  # type: ignore[misc]
         assert low <= row[name] <= high  # type: ignore[operator]
