@@ -64,13 +64,14 @@ def check_steps(case: Case, results: dict) -> None:
         others = torch.ones(count, dtype=torch.bool, device=case.device)
         others[slots[live].long()] = False
         results[f"step_{batch}"] = {
-            "output_error": max(errors), "flipped_codes": flips / total, "padded_zero": bool((t["out"][slots < 0] == 0).all()),
+            "output_error": max(errors), "flipped_codes": flips / total,
+            "padded_zero": bool((t["out"][slots < 0] == 0).all()),
             "others_untouched": torch.equal(pages[others], before[others]),
         }  # fmt: skip
 
 
 def check_long(case: Case, results: dict, steps: int) -> None:
-    """`steps` in a row: every step against float64 from the kernel's own pages, and free-running against torch's codec."""
+    """`steps` in a row, each against float64 from the kernel's own pages, and free-running beside torch's codec."""
     kernels, codec, batch = case.kernels(), case.torch_codec(), 3
     pages = case.random_pages(batch)
     slots = torch.arange(batch, device=case.device, dtype=torch.int32)
@@ -85,7 +86,9 @@ def check_long(case: Case, results: dict, steps: int) -> None:
         exact, y_exact = step(exact, *inputs)
         state, y_torch = step(simulated, *(x.float() for x in inputs))
         simulated = codec.codec.roundtrip(state)
-        sums += torch.stack([(t["out"] - y_exact).square().sum(), (y_torch - y_exact).square().sum(), y_exact.square().sum()])
+        sums += torch.stack(
+            [(t["out"] - y_exact).square().sum(), (y_torch - y_exact).square().sum(), y_exact.square().sum()]
+        )
     kernel, torch_error = (sums[:2] / sums[2]).sqrt().tolist()
     results["long"] = {"steps": steps, "worst_step": worst, "kernel_drift": kernel, "torch_drift": torch_error,
                        "ratio": kernel / torch_error}  # fmt: skip
@@ -100,8 +103,12 @@ def check_big_pool(case: Case, results: dict) -> None:
     before, t = pages[-1:].clone(), case.token(1, torch.float32)
     kernels.step(0, pages, torch.tensor([count - 1], device=case.device, dtype=torch.int32), **t)
     _, y = step(codec.unpack(before).double(), *case.exact(t))
-    results["big_pool"] = {"bytes": pages.numel(), "output_error": relative(t["out"], y),
-                           "others_zero": not bool(pages[:-1].any()), "written": not torch.equal(pages[-1:], before)}  # fmt: skip
+    results["big_pool"] = {
+        "bytes": pages.numel(),
+        "output_error": relative(t["out"], y),
+        "others_zero": not bool(pages[:-1].any()),
+        "written": not torch.equal(pages[-1:], before),
+    }
 
 
 def check_codec(case: Case, results: dict) -> None:

@@ -41,7 +41,7 @@ def slot_sets(batch: int, device: str) -> list[torch.Tensor]:
 
 
 def packed_times(name: str, batch: int, launches: dict[str, Launch]) -> dict[str, float]:
-    """Step (W = 1), read, fold and the mixed window step (W = 8) of one layer."""
+    """Microseconds of one layer: `step` (W = 1), and for W = 8 `window` (phases spread evenly), all or none folding."""
     case = Case.make(name, 1, "cuda")
     base = case.random_pages(min(SETS * batch, 64))
     pages = base.repeat(-(-SETS * batch // len(base)), 1)[: SETS * batch].contiguous()
@@ -58,12 +58,15 @@ def packed_times(name: str, batch: int, launches: dict[str, Launch]) -> dict[str
     mixed = (rows % 8).int()
     full = torch.full_like(rows, 7)
     none = torch.zeros_like(rows)
-    window = [dict(buffers=b, rows=rows) for b in buffers]
-    for key, phases in (("window", mixed), ("all_fold", full), ("no_fold", none)):
-        found[key] = graph_time(
-            [lambda s=s, w=w: eight.window_step(0, pages, s, **t, **w, phases=phases, pending=phases)
-             for s, w in zip(sets, window, strict=True)]
-        )  # fmt: skip
+    kernels = (("window", mixed), ("all_fold", full), ("no_fold", none))
+
+    def calls(phases: torch.Tensor) -> list[Callable[[], Any]]:
+        return [
+            lambda s=s, b=b: eight.window_step(0, pages, s, **t, buffers=b, rows=rows, phases=phases, pending=phases)
+            for s, b in zip(sets, buffers, strict=True)
+        ]
+
+    found |= {key: graph_time(calls(phases)) for key, phases in kernels}
     return found
 
 
@@ -76,7 +79,7 @@ def sglang_times(family: str, batch: int, dtype: torch.dtype) -> float:
     pool = torch.empty(SETS * batch, HV, V, K, dtype=dtype, device="cuda").normal_(std=0.02)
     sets = slot_sets(batch, "cuda")
     a_log = torch.empty(HV, device="cuda").uniform_(1, 16).log()
-    half = dict(device="cuda", dtype=torch.bfloat16)
+    half: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     b = torch.randn(batch, HV, **half)
     if family == "gdn":
         qkv, a = torch.randn(batch, 2 * H * K + HV * V, **half), torch.randn(batch, HV, **half)
@@ -102,7 +105,9 @@ def sglang_times(family: str, batch: int, dtype: torch.dtype) -> float:
     return graph_time(calls)
 
 
-def times(plans: Sequence[str], batches: Sequence[int], launches: dict[str, Launch] | None = None) -> list[dict[str, Any]]:
+def times(
+    plans: Sequence[str], batches: Sequence[int], launches: dict[str, Launch] | None = None
+) -> list[dict[str, Any]]:
     """Rows of microseconds, printed as they come."""
     rows: list[dict[str, Any]] = []
     for family in ("gdn", "kda"):

@@ -1,7 +1,8 @@
 """Ahead-of-time compile of generated kernels for named targets, without a GPU: registers, spills, instruction counts.
 
 Triton compiles to a cubin, and the disassembler and resource reader that Triton bundles say what is in it. A launch
-that spills, or needs more shared memory than the target has, is rejected by name and the next smaller one tried.
+that spills more than a few registers, or needs more shared memory than the target has, is rejected by name and the
+next one tried.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from stepquant.codegen.spec import KernelSpec
 from stepquant.errors import BackendError
 
 TARGETS = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}  # KiB of shared memory a block
+# A cap of 128 registers lets two programs share a multiprocessor. Where it costs a few spilled registers it is still
+# worth it (on an H200 a KDA step took 971 us with 56 bytes spilled, 1,182 us without the cap).
+MAX_SPILL = 64
 _OPCODE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.M)
 _DTYPES = {"fp16": "*fp16", "bf16": "*bf16", "fp32": "*fp32", "int8": "*i8"}
 
@@ -38,7 +42,13 @@ def signature(spec: KernelSpec, name: str, model_dtype: str = "*bf16") -> dict[s
     if name in ("read", "fold"):
         found["u_now"] = "*fp32"
     if name in ("pack", "unpack"):
-        found |= {"state": "*fp32", "stride_state": "i32", "stride_head": "i32", "stride_row": "i32", "stride_col": "i32"}
+        found |= {
+            "state": "*fp32",
+            "stride_state": "i32",
+            "stride_head": "i32",
+            "stride_row": "i32",
+            "stride_col": "i32",
+        }
     if name in ("step", "read", "fold"):
         found["L2NORM"] = "constexpr"
     return found | {"ARCH": "constexpr"}
@@ -59,7 +69,7 @@ def compile_variant(spec: KernelSpec, variant: Variant, source: str, target: str
         if report.shared_bytes > 1024 * TARGETS[target]:
             rejected.append(f"{launch.warps} warps need {report.shared_bytes} bytes of shared memory")
             continue
-        if not report.spill_bytes:
+        if report.spill_bytes <= MAX_SPILL:
             return _with(report, rejected)
         rejected.append(f"{launch.warps} warps at {launch.registers or 255} registers spill {report.spill_bytes} bytes")
         best = report if best is None or report.spill_bytes < best.spill_bytes else best
@@ -89,7 +99,9 @@ def _compile(spec: KernelSpec, variant: Variant, source: str, target: str, launc
     kernel = getattr(load_source(variant.name, source), variant.name)
     types = signature(spec, variant.name)
     constants: dict[str, Any] = {"ARCH": arch} | ({"L2NORM": True} if "L2NORM" in types else {})
-    aligned = [n for n, t in types.items() if t.startswith("*") or n in ("stride_page", "stride_q", "stride_k", "stride_v")]
+    aligned = [
+        n for n, t in types.items() if t.startswith("*") or n in ("stride_page", "stride_q", "stride_k", "stride_v")
+    ]
     attributes = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned}
     options: dict[str, Any] = {"num_warps": launch.warps, "enable_fp_fusion": True}
     if launch.registers:

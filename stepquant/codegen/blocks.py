@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Shared building blocks of the generated kernels: gates, constants of a head, fit. See `tile` for the shapes."""
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ def decay_of(p_a, p_dt_bias, a_log, o, inside):
 
 @triton.jit
 def quantise(y, c, top, JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr, FOUR: tl.constexpr):
-    """Nearest code of `y / c` in units of z, ties to even; y is X / r and c compact, already rounded to FP16.
-    """
+    """Nearest code of `y / c` in units of z, ties to even; y is X / r and c compact, already rounded to FP16."""
     inv_c = spread_columns(reciprocal(c.to(tl.float32)), JP, E, G)
     if FOUR:
         z = four_levels(y * inv_c) * top
@@ -45,9 +45,7 @@ def four_levels(t):
 
 
 @triton.jit
-def round_codes(
-    y, c, top, JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, FOUR: tl.constexpr
-):
+def round_codes(y, c, top, JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, FOUR: tl.constexpr):
     """The final codes as floats 1.5 * 2^23 + z; those of a uniform head (BITS > 0) are clamped when they are packed."""
     inv_c = spread_columns(reciprocal(c.to(tl.float32)), JP, E, G)
     if FOUR:

@@ -27,8 +27,8 @@ BLOCKS = {
     "pending": ("fold_pending", "fold_pivots", "read_pending", "store_entry"),
     "planes": ("load_codes",),
     "table": ("T_BITS", "T_COLUMN", "T_PIVOT", "T_PIVOTS", "table_offset"),
-    "tile": ("grouped", "spread_columns", "spread_rows", "sum_rows", "tile_column_index", "tile_columns", "tile_slots"),
-    "tile_planes": ("load_tile", "store_tile"),
+    "tile": ("grouped", "spread_columns", "spread_rows", "sum_rows", "tile_columns"),
+    "tile_planes": ("load_dense", "load_tile", "store_dense", "store_tile"),
 }  # fmt: skip
 
 
@@ -152,16 +152,15 @@ def _step(spec: KernelSpec) -> str:
 def _dense(spec: KernelSpec, name: str) -> str:
     """The codec of the prefill boundary, `pack` or `unpack`."""
     rows = spec.pivots == "rows"
-    row = "tl.load(p_order + o_slot, mask=o_slot < K, other=0)" if spec.permuted else "o_slot"
     constants = "p_w, p_bits" if name == "pack" else "p_bits"
     call = (
         f"{name}_codes(p_page, p_table, {constants}, p_state, p_order, stride_row, stride_col, col, col_in, {{kind}})"
     )
     pivots = Template(t.DENSE_PIVOTS).substitute(name=name, permuted=spec.permuted) if spec.pivots != "none" else ""
     return Template(t.PACK if name == "pack" else t.UNPACK).substitute(
-        tile=Template(t.DENSE_TILE).substitute(
-            row=row, coded="K - tl.load(p_table + T_PIVOTS)" if rows and name == "unpack" else "K"
-        ),
+        tile=t.DENSE_TILE,
+        coded="K - tl.load(p_table + T_PIVOTS)" if rows else "K",
+        permuted=spec.permuted,
         head=t.DENSE_HEAD,
         planes=PLANES,
         mask_pivots="    n_pivots = tl.load(p_table + T_PIVOTS)\n" + t.MASK_PIVOTS if rows else "",
@@ -222,11 +221,15 @@ def _fold(spec: KernelSpec, kernel: str) -> str:
         tile_decay="spread_rows(decay, M, 1, False)" if kda else "decay",
         mask_pivots="    n_pivots = tl.load(p_table + T_PIVOTS)\n" + t.MASK_PIVOTS if rows else "",
     )
-    return body + (tw.FOLD_PIVOTS if spec.pivots != "none" else "") + Template(kernel).substitute(
-        token=_token(spec),
-        window=tw.LOAD_WINDOW,
-        buffers=_buffers(spec),
-        row=_row(spec),
-        one="tl.full([KP], 1.0, tl.float32)" if kda else "1.0",
-        dispatch=dispatch,
+    return (
+        body
+        + (tw.FOLD_PIVOTS if spec.pivots != "none" else "")
+        + Template(kernel).substitute(
+            token=_token(spec),
+            window=tw.LOAD_WINDOW,
+            buffers=_buffers(spec),
+            row=_row(spec),
+            one="tl.full([KP], 1.0, tl.float32)" if kda else "1.0",
+            dispatch=dispatch,
+        )
     )

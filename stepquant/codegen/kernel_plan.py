@@ -141,9 +141,7 @@ class KernelPlan:
 
     def launches(self, target: str) -> dict[str, Launch]:
         """Launch of every variant on a target: the compiled choice, or the first preference."""
-        return {
-            v.name: v.targets[target].launch if target in v.targets else LAUNCHES[v.name][0] for v in self.variants
-        }
+        return {v.name: v.targets[target].launch if target in v.targets else LAUNCHES[v.name][0] for v in self.variants}
 
     def to_json(self) -> dict[str, Any]:
         return {

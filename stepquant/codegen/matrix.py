@@ -1,8 +1,9 @@
+# mypy: ignore-errors
 """k^T D S and q^T D S of a packed head on the matrix units, without ever turning its codes into floats.
 
 S = diag(rho) z diag(c), so what is needed are two products of row vectors k D rho and q D rho with the integer tile z.
-Each vector is rounded to 21-bit integers, split into three signed digits of base 128: six int8 columns, and sums of int8
-products in int32 are exact. The error is that of the rounding, 2^-21 of a vector's largest entry.
+Each vector is rounded to 21-bit integers and split into three signed digits of base 128: six int8 columns. Sums of
+int8 products in int32 are exact. The error is that of the rounding, 2^-21 of a vector's largest entry.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def multiply_codes(
     z00, z01, z10, z11, k_rho, q_rho, M: tl.constexpr, JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr,
     FOUR: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the rows of z times k_rho and q_rho (compact rows, or row factors where grouped), as compact columns."""
+    """Sums over the rows of z times k_rho and q_rho (compact rows, or row factors where grouped): compact columns."""
     ROWS: tl.constexpr = 4 * M
     top_k, top_q = tl.reduce((tl.abs(k_rho), tl.abs(q_rho)), 0, max_pair)
     top_k, top_q = tl.maximum(top_k, 1e-30), tl.maximum(top_q, 1e-30)

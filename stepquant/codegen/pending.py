@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Pending tokens of a write window: reading them beside the packed state, appending, and folding them in.
 
 A running request owns a buffer of W - 1 entries a head: the residual u and the key of each token since the last fold
@@ -59,8 +60,8 @@ def add_eight(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p):  # noqa: E741
 
 @triton.jit
 def read_pending(
-    h_k, h_q, x_k, x_q, decay, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, keep, o_key, row_in, col, col_in,
-    K: tl.constexpr, V: tl.constexpr, SHARED_KEYS: tl.constexpr, INT8: tl.constexpr,
+    h_k, h_q, x_k, x_q, decay, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, keep,
+    o_key, row_in, col, col_in, K: tl.constexpr, V: tl.constexpr, SHARED_KEYS: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Add sum_i (k . D kbar_i) u_i and sum_i (q . D kbar_i) u_i, four entries at a time.
 
@@ -77,14 +78,23 @@ def read_pending(
         u1 = load_entry(p_us, p_u_scale, i + 1, n_pending, col, col_in, V, INT8)
         u2 = load_entry(p_us, p_u_scale, i + 2, n_pending, col, col_in, V, INT8)
         u3 = load_entry(p_us, p_u_scale, i + 3, n_pending, col, col_in, V, INT8)
-        if not SHARED_KEYS:
+        if not SHARED_KEYS:  # noqa: SIM102
             if keep:
                 store_entry(p_keys, p_key_scale, k0 * decay, i, n_pending, o_key, row_in, K, INT8)
                 store_entry(p_keys, p_key_scale, k1 * decay, i + 1, n_pending, o_key, row_in, K, INT8)
                 store_entry(p_keys, p_key_scale, k2 * decay, i + 2, n_pending, o_key, row_in, K, INT8)
                 store_entry(p_keys, p_key_scale, k3 * decay, i + 3, n_pending, o_key, row_in, K, INT8)
         a0, a1, a2, a3, b0, b1, b2, b3 = tl.reduce(
-            (gated_k * k0, gated_k * k1, gated_k * k2, gated_k * k3, gated_q * k0, gated_q * k1, gated_q * k2, gated_q * k3),
+            (
+                gated_k * k0,
+                gated_k * k1,
+                gated_k * k2,
+                gated_k * k3,
+                gated_q * k0,
+                gated_q * k1,
+                gated_q * k2,
+                gated_q * k3,
+            ),
             0,
             add_eight,
         )

@@ -1,8 +1,9 @@
+# mypy: ignore-errors
 """Codes of a head as operands of the matrix units (`stepquant.layout` says which bytes hold what).
 
-Four int8 tiles ``[a, b, l, d, (e, i)]``, z00, z01, z10, z11, one for each slot half s and column half h, in units of an
-8-bit code: slot 8 (4a + d) + 4s + i, value column h J + 8 E b + 8 e + l with E = B / 8. Every word of a plane falls apart
-into words of these tiles by a shift and a mask. All loads are issued before the first of them is used.
+Four int8 tiles ``[a, b, l, d, (e, i)]``, z00, z01, z10, z11, one for each slot half s and column half h, in units of
+an 8-bit code: slot 8 (4a + d) + 4s + i, value column h J + 8 E b + 8 e + l with E = B / 8. Every word of a plane falls
+apart into words of these tiles by a shift and a mask. All loads are issued before the first of them is used.
 """
 
 from __future__ import annotations

@@ -70,7 +70,9 @@ class KernelSpec:
         if four and ((layout.value_dim // 2) % codec.group or codec.group & (codec.group - 1)):
             raise BackendError(f"two-bit heads need half of {layout.value_dim} columns in groups of {codec.group}")
         whole, some = layout.whole_pivot, layout.num_pivots > 0
-        pivots = "none" if not some.any() else "heads" if bool((some == whole).all()) else "rows"
+        pivots: Literal["none", "rows", "heads"] = (
+            "none" if not some.any() else "heads" if bool((some == whole).all()) else "rows"
+        )
         identity = bool((layout.permutation == np.arange(layout.key_dim)).all())
         return cls(
             family, layout.num_heads, num_key_heads, layout.key_dim, layout.value_dim, precisions,

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The per-head table that tells the kernels what a head's part of a page looks like."""
 
 from __future__ import annotations

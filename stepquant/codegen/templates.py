@@ -18,7 +18,7 @@ $imports
 $constants
 '''
 
-LOAD_TOKEN = '''    col, col_in = tile_columns(J, JP)
+LOAD_TOKEN = """    col, col_in = tile_columns(J, JP)
     slot = tl.arange(0, KP)
     row_in = slot < K
     row = $row
@@ -31,7 +31,7 @@ LOAD_TOKEN = '''    col, col_in = tile_columns(J, JP)
     raw_a = tl.load(a + i_n * stride_a + $gate_place)
     raw_dt = tl.load(dt_bias + $gate_place)
     raw_b, a_log = tl.load(b + i_n * stride_b + i_h), tl.load(A_log + i_h)
-'''
+"""
 
 TOKEN_MATH = '''
 @triton.jit
@@ -89,10 +89,10 @@ $mask_pivots    tl.store(p_r, r, mask=r_in)
 $update_pivots
 '''
 
-READ_PIVOTS = '''    n_pivots = tl.load(p_table + T_PIVOTS)
+READ_PIVOTS = """    n_pivots = tl.load(p_table + T_PIVOTS)
     p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
     h_k, h_q = read_pivots(h_k, h_q, p_pivots, n_pivots, x_k, x_q, $decay, col, col_in, K, V, KP, PIVOT_BLOCK)
-'''
+"""
 MASK_PIVOTS = "    r = tl.where(slot < K - n_pivots, r, 0.0)\n"
 UPDATE_PIVOTS = "    update_pivots(p_pivots, n_pivots, x_k, u, decay, col, col_in, K, V, KP, PIVOT_BLOCK)\n"
 
@@ -132,7 +132,7 @@ $token    p_out = out + i_n * stride_out + i_h * V + col
 $dispatch
 '''
 
-DENSE_HEAD = '''    i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+DENSE_HEAD = """    i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     p_table = table + i_h * 16
     i_slot = tl.load(slots + i_n * stride_slot).to(tl.int64)
     i_bits = tl.load(p_table + T_BITS)
@@ -142,18 +142,13 @@ DENSE_HEAD = '''    i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     p_state = state + i_n * stride_state + i_h * stride_head
     p_order = order + i_h * K
     col, col_in = tile_columns(J, JP)
-'''
+"""
 
-DENSE_TILE = '''    slot = tl.arange(0, KP)
+DENSE_TILE = """    slot = tl.arange(0, KP)
     row_in = slot < K
-    o_slot = tile_slots(M)
-    o_col, o_in = tile_column_index(J, JP, E, G)
-    o_in = o_in & (o_slot < $coded)
-    o_row = $row
-    o_state = o_row * stride_row + o_col * stride_col
     p_r, r_in = row_factors(p_page, p_table, slot, K, KP, G, J // GROUP if FOUR else 1, FOUR)
     p_c = (p_page + table_offset(p_table, T_COLUMN)).to(tl.pointer_type(tl.float16)) + col
-'''
+"""
 
 PACK = '''
 @triton.jit
@@ -163,7 +158,7 @@ def pack_codes(
     NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
     """Fit, quantise and pack a dense head."""
-$tile    x = tl.load(p_state + o_state, mask=o_in, other=0).to(tl.float32)
+$tile    x = load_dense(p_state, p_order, stride_row, stride_col, K, J, M, JP, E, G, K, $permuted)
     top, inv_top, unit = code_constants(p_bits, slot, K, M, BITS, FOUR)
     w = grouped(tl.load(p_w + slot, mask=row_in, other=1.0), KP, G, FOUR)
     inv_w = grouped(tl.load(p_w + H * K + slot, mask=row_in, other=1.0), KP, G, FOUR)
@@ -195,7 +190,7 @@ $tile    x = load_tile(p_page, p_table, J, M, JP, E, G, FOUR, $planes)
     rho = tl.load(p_r, mask=r_in, other=0).to(tl.float32) * unit
     c = tl.load(p_c, mask=col_in, other=0).to(tl.float32)
     x = x * spread_rows(rho, M, G, FOUR) * spread_columns(c, JP, E, G)
-    tl.store(p_state + o_state, x, mask=o_in)
+    store_dense(p_state, p_order, stride_row, stride_col, x, $coded, J, M, JP, E, K, $permuted)
 
 
 @triton.jit
@@ -207,9 +202,9 @@ def unpack(
 $head    p_bits = row_bits + i_h * K
 $dispatch$pivots'''
 
-DENSE_PIVOTS = '''    n_pivots = tl.load(p_table + T_PIVOTS)
+DENSE_PIVOTS = """    n_pivots = tl.load(p_table + T_PIVOTS)
     p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
     ${name}_pivots(
         p_pivots, n_pivots, p_state, p_order, col, col_in, stride_row, stride_col, K, V, PIVOT_BLOCK, $permuted
     )
-'''
+"""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-LOAD_WINDOW = '''    i_buffer = tl.load(buffers + i_n).to(tl.int64)
+LOAD_WINDOW = """    i_buffer = tl.load(buffers + i_n).to(tl.int64)
     i_phase = tl.load(phases + i_n)
     n_pending = tl.load(pending + i_n)
-'''
+"""
 
-BUFFERS = '''    p_us = us + (i_buffer * H + i_h) * ((W - 1) * V)
+BUFFERS = """    p_us = us + (i_buffer * H + i_h) * ((W - 1) * V)
     p_u_scale = u_scale + (i_buffer * H + i_h) * (W - 1)
     p_keys = keys + (i_buffer * $key_heads + $key_head) * ((W - 1) * K)
     p_key_scale = key_scale + (i_buffer * $key_heads + $key_head) * (W - 1)
@@ -15,7 +15,7 @@ BUFFERS = '''    p_us = us + (i_buffer * H + i_h) * ((W - 1) * V)
     p_gamma = gammas + (i_buffer * H + i_h)$gamma_width
     o_key = $key_index
     gamma = tl.load(p_gamma$gamma_index, mask=$gamma_mask, other=1.0)
-'''
+"""
 
 LOAD_HEAD = '''
 @triton.jit
@@ -91,31 +91,31 @@ $buffers$body$read_pivots    h_k, h_q = read_pending(
 $append
 '''
 
-BODY_GDN = '''    h_k, h_q = tl.zeros([VP], tl.float32), tl.zeros([VP], tl.float32)
+BODY_GDN = """    h_k, h_q = tl.zeros([VP], tl.float32), tl.zeros([VP], tl.float32)
 $dispatch    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
     decay, beta = token_gates(raw_a, raw_dt, a_log, raw_b)
     base = gamma * decay
     h_k, h_q = h_k * (norm_k * base), h_q * (norm_q * base)
-'''
+"""
 
-BODY_KDA = '''    z00, z01, z10, z11, rho, c = load_head(p_page, p_table, slot, col, col_in, $kind)
+BODY_KDA = """    z00, z01, z10, z11, rho, c = load_head(p_page, p_table, slot, col, col_in, $kind)
     x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
     decay, beta = token_gates(raw_a, raw_dt, a_log, raw_b)
     base = gamma * decay
     h_k, h_q = multiply_head(z00, z01, z10, z11, rho * base, c, x_q, x_k, 1, False)
-'''
+"""
 
-APPEND_GDN = '''        if i_h % (H // HK) == 0:
+APPEND_GDN = """        if i_h % (H // HK) == 0:
             store_entry(p_keys, p_key_scale, x_k, n_pending, n_pending + 1, o_key, row_in, K, INT8)
         o_w = tl.arange(0, W)
         ratio = tl.load(p_ratio + o_w, mask=o_w < n_pending, other=0.0) * decay
         tl.store(p_ratio + o_w, tl.where(o_w < n_pending, ratio, 1.0), mask=o_w <= n_pending)
         tl.store(p_gamma, base)
-'''
+"""
 
-APPEND_KDA = '''        store_entry(p_keys, p_key_scale, x_k, n_pending, n_pending + 1, o_key, row_in, K, INT8)
+APPEND_KDA = """        store_entry(p_keys, p_key_scale, x_k, n_pending, n_pending + 1, o_key, row_in, K, INT8)
         tl.store(p_gamma + o_key, base, mask=row_in)
-'''
+"""
 
 FOLD = '''
 @triton.jit
@@ -157,8 +157,8 @@ def fold_pivot_head(
     p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
     ones = tl.full([KP], 1.0, tl.float32)
     fold_pivots(
-        p_pivots, n_pivots, gamma * ones, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, decay * ones, x_k, u,
-        o_key, row_in, col, col_in, K, V, KP, PIVOT_BLOCK, SHARED_KEYS, INT8,
+        p_pivots, n_pivots, gamma * ones, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, decay * ones,
+        x_k, u, o_key, row_in, col, col_in, K, V, KP, PIVOT_BLOCK, SHARED_KEYS, INT8,
     )
 
 '''

@@ -1,11 +1,13 @@
+# mypy: ignore-errors
 """The float tile that holds a head on the chip, and how vectors go against it.
 
 One program works on one head of one request. Its K x V state is held as one tile of eight axes
 
     [m, g, c, e, i, l, h, s]     key slot 8m + 4s + i, value column h J + 8 E b + 8 e + 2 l2 + l,  (b, l2) = (g, c)
 
-which is how the words of a page unpack (`stepquant.layout`): m, i and s are the rows, the others the columns; a thread has
-8 rows by 8 columns. There is more than one g in four-level heads only, where the columns of a g and h share a row factor.
+which is how the words of a page unpack (`stepquant.layout`): m, i and s are the rows, the others the columns; a thread
+has 8 rows by 8 columns. There is more than one g in four-level heads only, where the columns of a g and h share a row
+factor.
 
 Vectors live in two forms. *Compact*: flat, rows in slot order, columns in column order (halves padded to JP), a value a
 thread; arithmetic on vectors is done here. *Spread*: broadcast against the tile. Going from one to the other is a

@@ -1,6 +1,7 @@
-"""From the planes of a page to the float tile of a head and back (`tile` names the axes, `stepquant.layout` the bytes).
+# mypy: ignore-errors
+"""From the planes of a page to the float tile of a head and back (`tile` names the axes).
 
-Eight int8 tiles ``[m, c, (e, i)]``, in units of an 8-bit code, one for each low bit of l, slot half s and column half h.
+Eight int8 tiles ``[m, c, (e, i)]``, in units of an 8-bit code, one for each low bit of l, slot half and column half.
 """
 
 from __future__ import annotations
@@ -105,14 +106,20 @@ def load_tile(
 @triton.jit
 def store_half(
     p_page, p_table, x, L: tl.constexpr, J: tl.constexpr, M: tl.constexpr, JP: tl.constexpr, E: tl.constexpr,
-    BITS: tl.constexpr, ARCH: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
+    BITS: tl.constexpr, ARCH: tl.constexpr,
+    NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
     """Clamp, pack and write the integers `x` ``[m, c, (e, i), h, s]`` of the columns with low bit `L` of l."""
     x0, x1 = tl.split(x)
     x00, x01 = tl.split(x0)
     x10, x11 = tl.split(x1)
     if BITS > 2:  # the others are clamped already
-        z00, z01, z10, z11 = to_codes(x00, BITS, ARCH), to_codes(x01, BITS, ARCH), to_codes(x10, BITS, ARCH), to_codes(x11, BITS, ARCH)
+        z00, z01, z10, z11 = (
+            to_codes(x00, BITS, ARCH),
+            to_codes(x01, BITS, ARCH),
+            to_codes(x10, BITS, ARCH),
+            to_codes(x11, BITS, ARCH),
+        )
     else:
         z00, z01, z10, z11 = to_bytes(x00), to_bytes(x01), to_bytes(x10), to_bytes(x11)
     n_nibbles, n_two = tl.load(p_table + T_NIBBLES), tl.load(p_table + T_TWO)
@@ -145,10 +152,88 @@ def store_words(p, z, inside):
 @triton.jit
 def store_tile(
     p_page, p_table, x, J: tl.constexpr, M: tl.constexpr, JP: tl.constexpr, E: tl.constexpr,
-    BITS: tl.constexpr, ARCH: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
+    BITS: tl.constexpr, ARCH: tl.constexpr,
+    NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
     """Pack and write a tile of integers, as `round_codes` gives it; what the head lacks is not touched."""
     x = tl.reshape(x, (M, JP // (2 * E), 4 * E, 2, 2, 2))
     x0, x1 = tl.split(tl.permute(x, (0, 1, 2, 4, 5, 3)))
     store_half(p_page, p_table, x0, 0, J, M, JP, E, BITS, ARCH, NIBBLES, EIGHT, SIX, TWO)
     store_half(p_page, p_table, x1, 1, J, M, JP, E, BITS, ARCH, NIBBLES, EIGHT, SIX, TWO)
+
+
+@triton.jit
+def dense_pointers(
+    p_state, p_order, stride_row, stride_col, L: tl.constexpr, S: tl.constexpr, HALF: tl.constexpr, n_rows,
+    J: tl.constexpr, M: tl.constexpr, JP: tl.constexpr, E: tl.constexpr, K: tl.constexpr, PERMUTED: tl.constexpr,
+):  # fmt: skip
+    """Where one eighth of a tile, ``[m, c, (e, i)]``, is in a dense head, and which of it exists."""
+    m, c, o = (
+        tl.arange(0, M)[:, None, None],
+        tl.arange(0, JP // (2 * E))[None, :, None],
+        tl.arange(0, 4 * E)[None, None, :],
+    )
+    slot, chunk = 8 * m + 4 * S + o % 4, 2 * c + L
+    j = 8 * E * (chunk // 8) + 8 * (o // 4) + chunk % 8
+    row = slot
+    if PERMUTED:
+        row = tl.load(p_order + slot, mask=slot < K, other=0)
+    return p_state + row * stride_row + (HALF * J + j) * stride_col, (slot < n_rows) & (j < J)
+
+
+@triton.jit
+def load_dense(
+    p_state, p_order, stride_row, stride_col, n_rows, J: tl.constexpr, M: tl.constexpr, JP: tl.constexpr,
+    E: tl.constexpr, G: tl.constexpr, K: tl.constexpr, PERMUTED: tl.constexpr,
+):  # fmt: skip
+    """A dense FP32 head as a tile; an eighth at a time, so that changing layouts takes little room."""
+    x0 = _load_columns(p_state, p_order, stride_row, stride_col, 0, n_rows, J, M, JP, E, K, PERMUTED)
+    x1 = _load_columns(p_state, p_order, stride_row, stride_col, 1, n_rows, J, M, JP, E, K, PERMUTED)
+    x = tl.permute(tl.join(x0, x1), (0, 1, 2, 5, 4, 3))
+    return tl.reshape(x, (M, G, JP // (2 * E * G), E, 4, 2, 2, 2))
+
+
+@triton.jit
+def _load_columns(
+    p_state, p_order, stride_row, stride_col, L: tl.constexpr, n_rows, J: tl.constexpr, M: tl.constexpr,
+    JP: tl.constexpr, E: tl.constexpr, K: tl.constexpr, PERMUTED: tl.constexpr,
+):  # fmt: skip
+    p, inside = dense_pointers(p_state, p_order, stride_row, stride_col, L, 0, 0, n_rows, J, M, JP, E, K, PERMUTED)
+    x00 = tl.load(p, mask=inside, other=0).to(tl.float32)
+    p, inside = dense_pointers(p_state, p_order, stride_row, stride_col, L, 1, 0, n_rows, J, M, JP, E, K, PERMUTED)
+    x10 = tl.load(p, mask=inside, other=0).to(tl.float32)
+    p, inside = dense_pointers(p_state, p_order, stride_row, stride_col, L, 0, 1, n_rows, J, M, JP, E, K, PERMUTED)
+    x01 = tl.load(p, mask=inside, other=0).to(tl.float32)
+    p, inside = dense_pointers(p_state, p_order, stride_row, stride_col, L, 1, 1, n_rows, J, M, JP, E, K, PERMUTED)
+    x11 = tl.load(p, mask=inside, other=0).to(tl.float32)
+    return tl.join(tl.join(x00, x10), tl.join(x01, x11))  # [m, c, (e, i), s, h]
+
+
+@triton.jit
+def store_dense(
+    p_state, p_order, stride_row, stride_col, x, n_rows, J: tl.constexpr, M: tl.constexpr, JP: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, PERMUTED: tl.constexpr,
+):  # fmt: skip
+    """Inverse of `load_dense`."""
+    x = tl.reshape(x, (M, JP // (2 * E), 4 * E, 2, 2, 2))
+    x0, x1 = tl.split(tl.permute(x, (0, 1, 2, 4, 5, 3)))
+    _store_columns(p_state, p_order, stride_row, stride_col, x0, 0, n_rows, J, M, JP, E, K, PERMUTED)
+    _store_columns(p_state, p_order, stride_row, stride_col, x1, 1, n_rows, J, M, JP, E, K, PERMUTED)
+
+
+@triton.jit
+def _store_columns(
+    p_state, p_order, stride_row, stride_col, x, L: tl.constexpr, n_rows, J: tl.constexpr, M: tl.constexpr,
+    JP: tl.constexpr, E: tl.constexpr, K: tl.constexpr, PERMUTED: tl.constexpr,
+):  # fmt: skip
+    x0, x1 = tl.split(x)
+    x00, x01 = tl.split(x0)
+    x10, x11 = tl.split(x1)
+    p, inside = dense_pointers(p_state, p_order, stride_row, stride_col, L, 0, 0, n_rows, J, M, JP, E, K, PERMUTED)
+    tl.store(p, x00, mask=inside)
+    p, inside = dense_pointers(p_state, p_order, stride_row, stride_col, L, 1, 0, n_rows, J, M, JP, E, K, PERMUTED)
+    tl.store(p, x10, mask=inside)
+    p, inside = dense_pointers(p_state, p_order, stride_row, stride_col, L, 0, 1, n_rows, J, M, JP, E, K, PERMUTED)
+    tl.store(p, x01, mask=inside)
+    p, inside = dense_pointers(p_state, p_order, stride_row, stride_col, L, 1, 1, n_rows, J, M, JP, E, K, PERMUTED)
+    tl.store(p, x11, mask=inside)

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Shifts, masks and conversions on words of four codes: the innermost building blocks of the generated kernels.
 
 A tile of codes is an int8 tensor whose fastest axis holds the four slots of a word, so that four neighbouring elements
