@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepquant.artifact import read_tables, write_artifact
-from stepquant.errors import RecipeError
+from stepquant.errors import ModelError, RecipeError
 from stepquant.files import write_json
 from stepquant.passes.context import Context
 from stepquant.passes.layout import make_plan
@@ -19,6 +19,9 @@ from stepquant.passes.verify import verify_plan
 from stepquant.plan import LayoutPlan, load_plan
 from stepquant.recipe import Recipe
 from stepquant.summary import dry_run_summary, plan_summary, print_summary
+
+if TYPE_CHECKING:
+    from stepquant.models.checks import Check
 
 
 @dataclass
@@ -91,11 +94,33 @@ def _reused_context(recipe: Recipe, base: LayoutPlan, progress: Progress) -> Con
 
 def _dry_run(context: Context, quiet: bool) -> Compiled:
     summary = dry_run_summary(context, [p.name for p in passes_for(context)])
+    checks = _preflight(context)
+    summary["checks"] = [{"name": c.name, "ok": c.ok, "detail": c.detail} for c in checks]
     if not quiet:
         print_summary(summary)
+        for check in checks:
+            print(f"{'ok    ' if check.ok else 'FAILED'} {check.name}: {check.detail}")
     if context.recipe.json:
         write_json(Path(context.recipe.json), summary)
+    failed = [check for check in checks if not check.ok]
+    if failed:
+        raise ModelError(f"{len(failed)} of {len(checks)} checks failed, first {failed[0].name}: {failed[0].detail}")
     return Compiled(None, None, summary)
+
+
+def _preflight(context: Context) -> list[Check]:
+    """The checks of a calibration run that need no weights; none where nothing is calibrated."""
+    recipe = context.recipe
+    if recipe.calibration == "synthetic" or recipe.reuse or recipe.model.path is None:
+        return []
+    from stepquant.models.checks import check_all
+
+    model, data = recipe.model, recipe.data
+    return check_all(
+        str(model.path), weights=model.weights, loading=model.loading, device=model.device, device_map=model.device_map,
+        source=data.source, data_path=data.path, cache_dir=recipe.cache.dir if recipe.cache.enabled else None,
+        samples_per_layer=recipe.samples.per_layer,
+    )  # fmt: skip
 
 
 def _report(result: Compiled, recipe: Recipe, quiet: bool) -> None:

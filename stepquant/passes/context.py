@@ -53,6 +53,11 @@ class Context:
         """
         geometry = find_geometry(recipe)
         recipe.check_geometry(geometry)
+        if recipe.model.loading == "layerwise" and recipe.calibration == "trace":
+            raise RecipeError(
+                "model.loading is 'layerwise', which calibration does not take yet; use model.loading=whole, with "
+                "model.device_map=auto to spread the model over several GPUs"
+            )
         cache = Cache(Path(recipe.cache.dir).expanduser(), recipe.cache.enabled)
         return cls(recipe, geometry, cache, progress or Progress())
 
