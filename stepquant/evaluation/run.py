@@ -21,7 +21,11 @@ from stepquant.passes.cache import Cache
 from stepquant.passes.progress import Progress
 from stepquant.plan import LayoutPlan, load_plan
 
+TRACE_BYTES = 8 * 2**30
+
 if TYPE_CHECKING:
+    import torch
+
     from stepquant.models.adapter import LoadedModel
     from stepquant.recipe_sections import ModelSettings
 
@@ -57,7 +61,16 @@ def open_run(settings: EvaluateSettings | AnalyseSettings, plan: LayoutPlan, pro
                            source=data.source, path=data.path, split=data.split, seed=data.seed)  # fmt: skip
     cache = Cache(Path(settings.cache.dir).expanduser(), settings.cache.enabled)
     layers = isinstance(settings, EvaluateSettings) and settings.layers
-    return DriftRun(loaded, streams, settings.batch, cache, progress, layers)
+    batch = settings.batch or pick_batch(plan, loaded.device, streams.ids.shape[1])
+    return DriftRun(loaded, streams, batch, cache, progress, layers)
+
+
+def pick_batch(plan: LayoutPlan, device: torch.device, length: int) -> int:
+    """Streams of one forward: at most 8 on a CPU, where they run one by one in every layer anyway, and as many as keep
+    a layer's trace and the factors made from it under 8 GiB, up to 64, on a GPU, where they run together."""
+    g = plan.geometry
+    per_stream = 16 * length * g.num_heads * (2 * g.key_dim + g.value_dim)
+    return max(1, min(8 if device.type == "cpu" else 64, TRACE_BYTES // per_stream))
 
 
 def evaluate_spread(settings: EvaluateSettings, run: DriftRun, variants: Sequence[Variant]) -> list[VariantResult]:

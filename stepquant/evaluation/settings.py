@@ -42,7 +42,7 @@ class EvaluateSettings:
         against: names of variants (`stepquant.evaluation.variants`) and other artifact directories.
         path: ``simulated`` runs the codec, ``packed`` the bytes that are served.
         streams, prefill, decode: text: how many streams, tokens of exact prefill, decode tokens.
-        batch: streams in one forward.
+        batch: streams in one forward; 0 chooses by the device and the size of a layer's trace.
         workers: processes on a CPU, one thread each; 0 takes all cores.
         layers: also measure state and readout errors of every layer.
         greedy: tokens to generate greedily after the prefill; 0 leaves it out.
@@ -58,7 +58,7 @@ class EvaluateSettings:
     streams: int = setting(8, integer(1))
     prefill: int = setting(512, integer(1))
     decode: int = setting(1024, integer(1))
-    batch: int = setting(8, integer(1))
+    batch: int = setting(0, integer(0))
     workers: int = setting(0, integer(0))
     layers: bool = setting(False, flag)
     greedy: int = setting(0, integer(0))
@@ -87,7 +87,7 @@ class AnalyseSettings:
     streams: int = setting(4, integer(1))
     prefill: int = setting(512, integer(1))
     decode: int = setting(1536, integer(1))
-    batch: int = setting(8, integer(1))
+    batch: int = setting(0, integer(0))
     texts: tuple[str, ...] = setting((), words)
     output: str | None = setting(None, optional(text))
     figure: bool = setting(True, flag)

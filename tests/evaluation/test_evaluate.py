@@ -132,6 +132,18 @@ def test_prefill_of_a_hook_is_exact(loaded: LoadedModel, plan: LayoutPlan) -> No
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_batches_fit_the_device(plan: LayoutPlan) -> None:
+    from dataclasses import replace
+
+    from stepquant.evaluation.run import pick_batch
+
+    assert pick_batch(plan, torch.device("cpu"), 1537) == 8
+    assert pick_batch(plan, torch.device("cuda"), 1537) == 64
+    large = replace(plan, geometry=replace(plan.geometry, num_heads=48, num_key_heads=16, key_dim=128, value_dim=128))
+    assert pick_batch(large, torch.device("cuda"), 8193) == 3
+    assert pick_batch(large, torch.device("cuda"), 10**6) == 1
+
+
 def test_greedy_figures() -> None:
     reference = torch.tensor([[5, 6, 7, 2, -1], [5, 6, 7, 8, 9]])
     variant = torch.tensor([[5, 6, 7, 2, -1], [5, 9, 7, 8, 9]])
