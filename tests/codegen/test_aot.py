@@ -55,8 +55,8 @@ def compile_and_check(name: str, window: int, targets: str, only: str) -> None:
     for variant in json.loads(run.stdout.splitlines()[-1]):
         for target, r in variant["targets"].items():
             print(f"{name} W={window} {variant['name']:6} {target}: {r['launch']['warps']} warps, {r['registers']} "
-                  f"registers, {r['spill_bytes']} spilled, {r['shared_bytes']} B shared, {r['instructions_per_element']} "
-                  f"instructions an element, {r['seconds']} s")  # fmt: skip
+                  f"registers, {r['spill_bytes']} spilled, {r['shared_bytes']} B shared, "
+                  f"{r['instructions_per_element']} instructions an element, {r['seconds']} s")  # fmt: skip
             assert r["spill_bytes"] <= MAX_SPILL
             assert r["registers"] <= 255
 
