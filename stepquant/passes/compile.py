@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from stepquant.artifact import read_tables, write_artifact
 from stepquant.errors import ModelError, RecipeError
 from stepquant.files import write_json
+from stepquant.passes.codegen import write_kernels
 from stepquant.passes.context import Context
 from stepquant.passes.layout import make_plan
 from stepquant.passes.pipeline import Pipeline, passes_for
@@ -64,6 +65,8 @@ def compile_recipe(recipe: Recipe, quiet: bool = False) -> Compiled:
     verify_plan(context, plan)
     directory = Path(str(recipe.output))
     write_artifact(directory, plan, context.recipe, pipeline.artifact_products(), pipeline.base_key)
+    with progress.step("codegen"):
+        write_kernels(directory, plan, recipe.codegen.targets)
     with progress.step("report"):
         from stepquant.report import write_report  # plotly is needed here only
 

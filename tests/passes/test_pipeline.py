@@ -45,7 +45,7 @@ def test_another_budget_runs_only_the_solver(compiled, tmp_path):
     root, _ = compiled
     result = compile_recipe(recipe(root, method="paper", budget__bits=4, output=str(tmp_path / "four")), quiet=True)
     assert not result.model_loaded
-    assert result.ran == ["allocation", "report"]
+    assert result.ran == ["allocation", "codegen", "report"]
     assert {"gate_statistics", "row_impact", "distortion"} <= set(result.reused)
 
 
@@ -55,7 +55,7 @@ def test_gamma_runs_from_the_row_weights_on(compiled, tmp_path):
                                    window__length=1, spatial__impact="one_step", output=str(tmp_path / "gamma")),
                             quiet=True)  # fmt: skip
     assert not result.model_loaded
-    assert result.ran == ["row_weights", "distortion", "allocation", "report"]
+    assert result.ran == ["row_weights", "distortion", "allocation", "codegen", "report"]
 
 
 def test_horizon_reads_no_state_again(compiled, tmp_path):
@@ -63,7 +63,7 @@ def test_horizon_reads_no_state_again(compiled, tmp_path):
     first = {"temporal__weight": "gate", "temporal__sensitivity": "none", "window__length": 1,
              "spatial__impact": "one_step", "spatial__gamma": 0.25}  # fmt: skip
     result = compile_recipe(recipe(root, temporal__horizon=512, output=str(tmp_path / "h"), **first), quiet=True)
-    assert result.ran == ["allocation", "report"]
+    assert result.ran == ["allocation", "codegen", "report"]
 
 
 def test_reuse_solves_again_without_model_or_cache(compiled, tmp_path):
