@@ -16,12 +16,12 @@ def run(config: Any) -> None:
     from rich.table import Table
 
     from stepquant.errors import RecipeError
-    from stepquant.evaluation.allocator import small_operations
     from stepquant.evaluation.harness import check_tasks, require_lm_eval, run_tasks
     from stepquant.evaluation.run import chosen_variants, load_for_plan, write_rows
     from stepquant.evaluation.settings import HarnessSettings, from_config
     from stepquant.passes.progress import Progress
     from stepquant.plan import load_plan
+    from stepquant.small_operations import small_operations
 
     settings = from_config(HarnessSettings, config)
     if settings.plan is None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from stepquant.evaluation.allocator import small_operations
 from stepquant.evaluation.forward import Readout, run_variant
 from stepquant.evaluation.layer_errors import LayerErrors, relative_errors
 from stepquant.evaluation.metrics import TokenFigures, join, summarise
@@ -25,6 +24,7 @@ from stepquant.models.data import data_fingerprint
 from stepquant.passes.cache import Cache
 from stepquant.passes.progress import Progress
 from stepquant.passes.protocol import Product
+from stepquant.small_operations import small_operations
 
 if TYPE_CHECKING:
     from stepquant.models.adapter import LoadedModel

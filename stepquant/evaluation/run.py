@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepquant.errors import ArtifactError, ModelError, RecipeError
-from stepquant.evaluation.allocator import small_operations
 from stepquant.evaluation.drift import DriftRun, VariantResult
 from stepquant.evaluation.metrics import paired_ratio
 from stepquant.evaluation.settings import AnalyseSettings, EvaluateSettings, HarnessSettings
@@ -20,6 +19,7 @@ from stepquant.files import write_text
 from stepquant.passes.cache import Cache
 from stepquant.passes.progress import Progress
 from stepquant.plan import LayoutPlan, load_plan
+from stepquant.small_operations import small_operations
 
 TRACE_BYTES = 8 * 2**30
 

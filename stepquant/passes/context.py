@@ -19,6 +19,7 @@ from stepquant.geometry import Geometry
 from stepquant.passes.cache import Cache
 from stepquant.passes.progress import Progress
 from stepquant.recipe import Recipe
+from stepquant.small_operations import keep_freed_memory
 
 if TYPE_CHECKING:
     from stepquant.models.adapter import LoadedModel
@@ -100,6 +101,8 @@ class Context:
         if settings.path is None:
             raise ModelError("model.path is not set; give model.path=/path/to/checkpoint or calibration=synthetic")
         self.progress.say(f"loading {settings.path} on {self.device}")
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.model_loaded = True
         return load_model(
             settings.path, device=self.device, dtype=settings.dtype, device_map=settings.device_map,

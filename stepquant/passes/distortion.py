@@ -16,8 +16,9 @@ from stepquant.codec.registry import make_codec
 from stepquant.codec.spec import PACKED_MENU, PIVOT, CodecSpec
 from stepquant.passes.context import Context
 from stepquant.passes.protocol import Product, Products
+from stepquant.small_operations import small_operations
 
-SLICE = 2**22  # state elements coded at a time: bounds memory and stays near the cache
+SLICES = {"cpu": 2**18, "cuda": 2**25}  # state elements coded at a time: within the cache, or filling the device
 
 
 def table_candidates(context: Context) -> tuple[int, ...]:
@@ -59,8 +60,8 @@ def row_errors(
 
 
 def slices(states: Tensor) -> Iterator[Tensor]:
-    """Pieces of `[n, H, K, V]` along n of at most `SLICE` elements."""
-    step = max(1, SLICE // states[0].numel())
+    """Pieces of `[n, H, K, V]` along n of at most `SLICES` elements, at least one sample."""
+    step = max(1, SLICES.get(states.device.type, SLICES["cuda"]) // states[0].numel())
     for start in range(0, states.shape[0], step):
         yield states[start : start + step]
 
@@ -70,7 +71,7 @@ def table_of(context: Context, products: Products, pivots: Tensor | None) -> Pro
     candidates, w = table_candidates(context), products["row_weights"]["w"]
     samples = products["state_samples"]
     layers = []
-    with context.progress.bar("distortion", w.shape[0]) as bar:
+    with small_operations(context.device), context.progress.bar("distortion", w.shape[0]) as bar:
         for layer in range(w.shape[0]):
             states = samples[f"states.{layer}"].to(context.device)
             marked = None if pivots is None else pivots[layer]

@@ -26,6 +26,7 @@ from stepquant.passes.context import Context
 from stepquant.passes.distortion import table_candidates
 from stepquant.passes.protocol import Product, Products
 from stepquant.passes.sensitivity import SensitivityObservation
+from stepquant.small_operations import small_operations
 
 SEGMENTS = 4  # evenly spaced among the calibration segments
 PREFILL, DECODE = 128, 384  # tokens of a segment that run exactly, and beside the quantised recurrence
@@ -116,7 +117,7 @@ class Rollout:
         traces, window = products["rollout_traces"], context.recipe.window.length
         count = traces["beta.0"].shape[0]
         rows, heads = [], []
-        with context.progress.bar("rollout", w.shape[0] * count) as bar:
+        with small_operations(context.device), context.progress.bar("rollout", w.shape[0] * count) as bar:
             for layer in range(w.shape[0]):
                 sums = []
                 for piece in range(count):

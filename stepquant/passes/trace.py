@@ -13,6 +13,7 @@ import torch
 from stepquant.models.capture import DeltaTrace, capture_delta_rule
 from stepquant.passes.context import Context
 from stepquant.passes.protocol import Observation, ObserverPass, Product
+from stepquant.small_operations import small_operations
 
 
 def run_observers(context: Context, passes: Sequence[ObserverPass], key: str) -> dict[str, Product]:
@@ -28,7 +29,7 @@ def run_observers(context: Context, passes: Sequence[ObserverPass], key: str) ->
     segments, batch = context.data.segments, context.recipe.data.batch
     done = _restore(context, observations, key)
     starts = list(range(0, segments.shape[0], batch))
-    with context.progress.bar("trace", len(starts), done) as bar:
+    with small_operations(context.device), context.progress.bar("trace", len(starts), done) as bar:
         for index in range(done, len(starts)):
             rows = range(starts[index], min(starts[index] + batch, segments.shape[0]))
             watch_batch(context, segments[rows.start : rows.stop], rows, list(observations.values()))

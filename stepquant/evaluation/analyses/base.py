@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from stepquant.evaluation.allocator import small_operations
 from stepquant.evaluation.decode import DecodeSettings, decode_layer
 from stepquant.evaluation.streams import Streams
 from stepquant.models.capture import DeltaTrace, capture_delta_rule
@@ -17,6 +16,7 @@ from stepquant.passes.gate_statistics import half_life
 from stepquant.passes.progress import Progress
 from stepquant.passes.protocol import Product
 from stepquant.plan import LayoutPlan
+from stepquant.small_operations import small_operations
 
 if TYPE_CHECKING:
     from stepquant.evaluation.drift import DriftRun
