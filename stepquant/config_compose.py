@@ -177,7 +177,13 @@ def _expand(parser: OverridesParser, parsed: Sequence[Override]) -> list[tuple[l
 
 def _compose(root: str, fixed: Sequence[Override], swept: Sequence[Override], files: Mapping[str, Any]) -> Job:
     given = [*fixed, *swept]
-    config = compose(root, [str(override.input_line) for override in given], return_hydra_config=True)
+    lines = [str(override.input_line) for override in given]
+    try:
+        config = compose(root, lines, return_hydra_config=True)
+    except ValueError as error:  # Hydra refuses the type of a group's value so, e.g. model=3
+        raise RecipeError(
+            f"{', '.join(lines)}: {str(error).splitlines()[0]}; give the name of one of the group"
+        ) from None
     hydra = config.hydra
     with open_dict(config):
         del config["hydra"]

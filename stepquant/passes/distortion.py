@@ -28,6 +28,8 @@ def table_candidates(context: Context) -> tuple[int, ...]:
         asked.add(int(context.recipe.budget.bits))
     kind = context.recipe.spatial.codec
     menu = {4} if kind == "nvfp4" else {8} if kind == "damp" else set(PACKED_MENU) | asked
+    if context.codec.codebook == "head" and context.geometry.value_dim % context.codec.group:
+        menu.discard(2)  # four-level heads have a row factor for each whole group of columns
     return (*sorted(menu), PIVOT)
 
 
