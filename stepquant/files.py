@@ -23,8 +23,13 @@ MAX_JSON_BYTES = 64 * 2**20  # far above any plan; a larger file is not one of o
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the same directory and rename it to `path` when the block ends without an error."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    except OSError as error:
+        raise ArtifactError(
+            f"{path.parent} cannot be written to: {error.strerror}; check output and cache.dir, or free the disk"
+        ) from None
     os.close(handle)
     temporary = Path(name)
     try:

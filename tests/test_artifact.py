@@ -32,7 +32,7 @@ def written(tmp_path: Path) -> Path:
 
 
 def content(directory: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in directory.iterdir()}
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
 def test_round_trip(written):

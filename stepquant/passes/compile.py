@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from stepquant.passes.context import Context
 from stepquant.passes.layout import make_plan
 from stepquant.passes.pipeline import Pipeline, passes_for
 from stepquant.passes.progress import Progress
-from stepquant.passes.targets import resolve_budget
+from stepquant.passes.targets import check_budget, resolve_budget
 from stepquant.passes.verify import verify_plan
 from stepquant.plan import LayoutPlan, load_plan
 from stepquant.recipe import Recipe
@@ -54,6 +55,8 @@ def compile_recipe(recipe: Recipe, quiet: bool = False) -> Compiled:
     progress = Progress(quiet)
     base = load_plan(recipe.reuse) if recipe.reuse else None
     context = _reused_context(recipe, base, progress) if base else Context.open(recipe, progress)
+    check_budget(context)
+    check_output(Path(str(recipe.output)))
     if recipe.dry_run:
         return _dry_run(context, quiet)
     given, base_key = read_tables(Path(str(recipe.reuse))) if recipe.reuse else ({}, None)
@@ -75,6 +78,19 @@ def compile_recipe(recipe: Recipe, quiet: bool = False) -> Compiled:
     result = Compiled(plan, directory, summary, progress.ran, progress.reused, context.model_loaded)
     _report(result, recipe, quiet)
     return result
+
+
+def check_output(directory: Path) -> None:
+    """Refuse an ``output`` that cannot become a directory, before anything is computed for it.
+
+    Raises:
+        RecipeError: naming what is in the way.
+    """
+    place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not place.is_dir():
+        raise RecipeError(f"output={directory}: {place} is a file; expected a directory or a path for one")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise RecipeError(f"output={directory}: {place} cannot be written to; give output=DIR somewhere else")
 
 
 def _reused_context(recipe: Recipe, base: LayoutPlan, progress: Progress) -> Context:

@@ -6,6 +6,7 @@ same tables, so a target costs a few solves and nothing else.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -48,6 +49,27 @@ def resolve_budget(pipeline: Pipeline) -> Pipeline:
         low, high = (middle, high) if size is not None and size <= target else (low, middle)
     context.progress.say(f"budget.{budget.target}: {target:,} bytes a slot give {low:.4f} bits a value")
     return _with_bits(pipeline, low)
+
+
+def check_budget(context: Context) -> None:
+    """Refuse, before anything is computed, a budget that no plan can meet.
+
+    Raises:
+        InfeasibleError: with the smallest budget that one does.
+    """
+    recipe = context.recipe
+    if recipe.allocation.mode == "uniform":
+        return
+    if recipe.budget.bits is None:
+        slot_target(context)
+        return
+    least = smallest_bits(context)
+    if recipe.budget.bits < least - 1e-9:
+        raise InfeasibleError(
+            f"budget.bits is {recipe.budget.bits:g}; with {recipe.pivots.count} pivots charged {PIVOT_CHARGE} bits a "
+            f"value the smallest plan takes {math.ceil(least * 1000) / 1000:g}; raise budget.bits to that, or lower "
+            "pivots.count"
+        )
 
 
 def smallest_bits(context: Context) -> float:

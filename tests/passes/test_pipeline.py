@@ -167,3 +167,12 @@ def test_baselines_share_the_pipeline(compiled, tmp_path, name):
     result = compile_recipe(recipe(root, name, output=str(tmp_path / name)), quiet=True)
     assert not result.model_loaded
     assert load_plan(tmp_path / name).name == name
+
+
+def test_what_cannot_work_is_refused_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr("stepquant.models.adapter.load_model", lambda *a, **k: pytest.fail("weights were loaded"))
+    with pytest.raises(InfeasibleError, match=r"smallest plan takes 2\.125"):
+        compile_recipe(recipe(tmp_path, budget__bits=2, dry_run=True), quiet=True)
+    (tmp_path / "file").touch()
+    with pytest.raises(RecipeError, match="is a file"):
+        compile_recipe(recipe(tmp_path, output=str(tmp_path / "file")), quiet=True)
