@@ -43,7 +43,7 @@ def run_observers(context: Context, passes: Sequence[ObserverPass], key: str) ->
 def watch_batch(context: Context, tokens: torch.Tensor, rows: range, observations: Sequence[Observation]) -> None:
     """One batch of segments `[B, T]` through the model, every layer's trace shown to the observations.
 
-    Observations that need gradients (`needs_gradient`) run the model themselves, once more.
+    Observations with `runs_model` (they need gradients, or few segments) run the model themselves, once more.
     """
     plain = [o for o in observations if not getattr(o, "runs_model", False)]
     tokens = tokens.to(context.model.device)
