@@ -121,6 +121,60 @@ def states_every(
         yield (n + 1) * every, state
 
 
+def states_at(k: Tensor, v: Tensor, log_gate: Tensor, beta: Tensor, rows: list[int], done: list[int]) -> Tensor:
+    """States `[n, H, K, V]` of segments `rows[i]` after `done[i]` updates each, from zero states.
+
+    The state is carried over whole chunks only, three launches each; what lies between a chunk's beginning and a wanted
+    update is one shorter chunk, run for all wanted states together. No gradients flow.
+
+    Args:
+        k: `[B, T, H, K]`; v: `[B, T, H, V]`; log_gate: `[B, T, H]` or `[B, T, H, K]`; beta: `[B, T, H]`.
+        rows: segments, 0 .. B - 1; done: updates, 0 .. T.
+    """
+    size = GDN_CHUNK if log_gate.dim() == 3 else KDA_CHUNK
+    heads, width, columns = k.shape[2], k.shape[3], v.shape[3]
+    starts = v.new_zeros(len(rows), heads, width, columns)
+    if not rows:
+        return starts
+    used = sorted(set(rows))
+    position = {row: at for at, row in enumerate(used)}
+    whole = max(done) // size * size
+    pick = torch.tensor(used, device=k.device)
+    k, v, log_gate, beta = (x.detach()[pick, : max(done)] for x in (k, v, log_gate, beta))
+    wanted: dict[int, list[int]] = {}
+    for index, count in enumerate(done):
+        wanted.setdefault(count // size, []).append(index)
+    state = v.new_zeros(len(used), heads, width, columns)
+    if whole:
+        keys, values, gates, strength = (split_chunks(x[:, :whole], size) for x in (k, v, log_gate, beta))
+        chunk = prepare_chunk(keys, gates, strength)
+        solved = chunk.solve(strength.unsqueeze(-1) * torch.cat([values, keys * chunk.gamma], -1))
+        plain, read = (x.flatten(1, 2) for x in solved.split([columns, width], -1))
+        writes, decay = chunk.writes.transpose(-1, -2).flatten(1, 2), chunk.decay
+    for n in range(whole // size + 1):
+        if n in wanted:
+            starts[wanted[n]] = state[[position[rows[index]] for index in wanted[n]]]
+        if n < whole // size:
+            residual = torch.baddbmm(plain[n], read[n], state.flatten(0, 1), alpha=-1)
+            state = torch.baddbmm((state * decay[n]).flatten(0, 1), writes[n], residual).view_as(state)
+    if not any(count % size for count in done):
+        return starts
+    rest = torch.tensor([[count % size] for count in done], device=k.device)
+    first = torch.tensor([[count // size * size] for count in done], device=k.device)
+    segment = torch.tensor([[position[row]] for row in rows], device=k.device)
+    offset = torch.arange(size, device=k.device)
+    token, taken = (first + offset).clamp_max(k.shape[1] - 1), offset < rest  # [n, C]
+    ready = []
+    for x in (k, v, log_gate, beta):  # tokens past the wanted one write nothing: k = beta = 0, gate 1
+        mask = taken.view(*taken.shape, *[1] * (x.dim() - 2))
+        ready.append(torch.where(mask, x[segment, token], 0.0).transpose(1, 2))
+    keys, values, gates, strength = ready  # [n, H, C, ...]
+    chunk = prepare_chunk(keys, gates, strength)
+    solved = chunk.solve(strength.unsqueeze(-1) * torch.cat([values, keys * chunk.gamma], -1))
+    plain, read = solved.split([columns, width], -1)
+    return starts * chunk.decay + chunk.writes.transpose(-1, -2) @ (plain - read @ starts)
+
+
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, beta: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

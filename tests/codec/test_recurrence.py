@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from stepquant.codec.chunks import delta_rule, states_every
+from stepquant.codec.chunks import delta_rule, states_at, states_every
 from stepquant.codec.recurrence import expand_gate, replay, step, transition_rows
 
 
@@ -91,6 +93,49 @@ def test_chunked_states_match_the_replay(kda, every, strongest):
         torch.testing.assert_close(state, expected, rtol=1e-10, atol=1e-12)
         seen = done
     assert seen == 19 // every * every
+
+
+@pytest.mark.parametrize("kda", [False, True])
+@pytest.mark.parametrize("strongest", [0.01, 6.0, 300.0])
+def test_states_at_any_update_match_the_replay(kda, strongest):
+    q, k, v, gate, beta = draw(7, kda, batch=3, tokens=150, strongest=strongest)
+    rows, done = [2, 0, 2, 2, 0, 2], [150, 64, 8, 129, 7, 0]  # chunk boundaries, middles, the end, nothing
+    found = states_at(k, v, gate, beta, rows, done)
+    for state, row, count in zip(found, rows, done, strict=True):
+        _, expected = replay(*(x[row : row + 1, :count] for x in (q, k, v, gate, beta)))
+        torch.testing.assert_close(state, expected[0], rtol=1e-9, atol=1e-12)
+    assert states_at(k, v, gate, beta, [], []).shape == (0, 2, 8, 6)
+
+
+class Count(TorchDispatchMode):
+    """Operations that launch a kernel on a GPU, and the bytes that they read and write: views do neither."""
+
+    def __init__(self):
+        super().__init__()
+        self.launches, self.bytes = 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, result)) if isinstance(x, torch.Tensor)]
+        outputs = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        storages = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, torch.Tensor)}
+        if any(x.untyped_storage().data_ptr() not in storages for x in outputs):
+            self.launches += 1
+            self.bytes += sum(x.numel() * x.element_size() for x in tensors)
+        return result
+
+
+@pytest.mark.parametrize("kda", [False, True])
+def test_a_few_samples_cost_few_launches(kda):
+    _, k, v, gate, beta = draw(1, kda, batch=4, tokens=2048, heads=1, rows=128, columns=128)
+    rows, done = [0, 1, 1, 3, 2, 0, 3, 1], [2040, 8, 1000, 504, 720, 88, 1304, 1640]
+    with Count() as at:
+        states_at(k, v, gate, beta, rows, done)
+    with Count() as every:
+        for _ in states_every(k, v, gate, beta, 8):
+            pass
+    assert at.launches < (0.8 if kda else 0.25) * every.launches
+    assert at.bytes < every.bytes
 
 
 @pytest.mark.parametrize("kda", [False, True])
