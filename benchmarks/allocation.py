@@ -1,7 +1,7 @@
 """Is the allocation's cost model right? Sensitivities against injected noise, predicted cost against measured KL.
 
-    python benchmarks/allocation.py                     # both built-in models, 8 streams of 512 + 1,024 tokens
-    python benchmarks/allocation.py --models kda --streams 4 --decode 512
+    python -m benchmarks.allocation                   # both built-in models, 8 streams of 512 + 1,024 tokens
+    python -m benchmarks.allocation --models kda --streams 4 --decode 512
 
 For each model, at W = 1:
 
@@ -10,32 +10,26 @@ For each model, at W = 1:
 - KL of every cost model as a ratio to ``method=paper`` at the same bits, paired streams;
 - gradient and local sensitivities against the reference, noise at one head at a time: rank correlation and seconds.
 
-Writes results/allocation.json. Needs neither Hydra nor a solver's package, so that it also runs on a bare GPU machine.
+Writes results/allocation.json after every model.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import torch
 from scipy.stats import spearmanr
 
-from stepquant.evaluation.drift import DriftRun, VariantResult
+from benchmarks.measuring import about, add_arguments, measure, recipe, solve
 from stepquant.evaluation.metrics import paired_ratio
 from stepquant.evaluation.noise import noise_sensitivity
 from stepquant.evaluation.streams import load_streams
 from stepquant.evaluation.variants import from_plan
 from stepquant.files import write_json
-from stepquant.passes.cache import Cache
 from stepquant.passes.context import Context
 from stepquant.passes.costs import cost_per_token, cost_table
-from stepquant.passes.layout import make_plan
 from stepquant.passes.pipeline import Pipeline
 from stepquant.passes.progress import Progress
 from stepquant.plan import LayoutPlan
@@ -46,24 +40,11 @@ PAPER = ("gate", "none")
 COST_MODELS = (PAPER, ("transition", "none"), ("transition", "gradient"), ("rollout", "gradient"), ("rollout", "local"))
 DEFAULT = ("rollout", "local")
 BITS = (3, 4, 5, 6, 8)
-PIVOTS = {"gdn": 1, "kda": 38}
 
 
-def recipe(family: str, bits: float, cost: tuple[str, str], args: argparse.Namespace) -> Recipe:
-    """A recipe of a built-in model under one cost model; the codec is the paper's throughout."""
-    return Recipe.from_config({
-        "name": f"{family}_{'_'.join(cost)}_{bits}", "model": {"path": f"builtin:tiny_{family}", "device": args.device},
-        "budget": {"bits": bits}, "pivots": {"count": PIVOTS[family]}, "cache": {"dir": args.cache},
-        "temporal": {"weight": cost[0], "sensitivity": cost[1]}, "data": {"segments": args.segments},
-    })  # fmt: skip
-
-
-def solve(family: str, bits: float, cost: tuple[str, str], args: argparse.Namespace) -> tuple[LayoutPlan, Pipeline]:
-    """Plan and products of one recipe, everything but the solve from the cache after the first."""
-    context = Context.open(recipe(family, bits, cost, args), Progress(quiet=True))
-    pipeline = Pipeline(context)
-    pipeline.run()
-    return make_plan(context, pipeline), pipeline
+def of_cost(family: str, bits: float, cost: tuple[str, str], args: argparse.Namespace) -> Recipe:
+    """A recipe under one cost model; the codec is the paper's throughout."""
+    return recipe(family, bits, args, temporal={"weight": cost[0], "sensitivity": cost[1]})
 
 
 def predicted(plan: LayoutPlan, judge: Pipeline) -> float:
@@ -74,23 +55,11 @@ def predicted(plan: LayoutPlan, judge: Pipeline) -> float:
     return cost_per_token(judge.context, float(cost_table(judge.context, judge, source).gather(-1, index).sum()))
 
 
-def measure(family: str, plans: list[tuple[str, LayoutPlan]], args: argparse.Namespace) -> list[VariantResult]:
-    """Token figures of some plans on the held-out streams."""
-    torch.set_num_threads(1)
-    context = Context.open(recipe(family, 6, PAPER, args), Progress(quiet=True))
-    streams = load_streams(context.model, streams=args.streams, prefill=args.prefill, decode=args.decode)
-    run = DriftRun(context.model, streams, batch=args.streams, cache=Cache(Path(args.cache).expanduser()))
-    return run.evaluate([from_plan(plan, name) for name, plan in plans])
-
-
 def study(family: str, args: argparse.Namespace) -> dict[str, Any]:
     """All figures of one model."""
-    solved = {(cost, bits): solve(family, bits, cost, args) for cost in COST_MODELS for bits in BITS}
+    solved = {(cost, bits): solve(of_cost(family, bits, cost, args)) for cost in COST_MODELS for bits in BITS}
     names = [(f"{' + '.join(cost)} @ {bits}", plan) for (cost, bits), (plan, _) in solved.items()]
-    parts = [names[i :: args.workers] for i in range(args.workers)]
-    with ProcessPoolExecutor(args.workers, get_context("spawn")) as pool:
-        jobs = [pool.submit(measure, family, part, args) for part in parts if part]
-        results = {r.variant.name: r for job in jobs for r in job.result()}
+    results = measure(family, [from_plan(plan, name) for name, plan in names], args)
     judge = solved[DEFAULT, 6][1]
     rows = []
     for (name, plan), (cost, bits) in zip(names, solved, strict=True):
@@ -110,13 +79,13 @@ def study(family: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def sensitivities(family: str, args: argparse.Namespace) -> dict[str, Any]:
     """Gradient and local estimates against injected noise."""
-    context = Context.open(recipe(family, 6, PAPER, args), Progress(quiet=True))
+    context = Context.open(of_cost(family, 6, PAPER, args), Progress(quiet=True))
     tokens = load_streams(context.model, streams=2, prefill=8, decode=args.noise_tokens - 8).ids[:, :-1]
     start = time.perf_counter()
     noise = noise_sensitivity(context.model, tokens, context.delta_rule)
     found: dict[str, Any] = {"noise_seconds": round(time.perf_counter() - start, 1), "noise": noise.tolist()}
     for kind in ("gradient", "local"):
-        estimate = Pipeline(Context.open(recipe(family, 6, ("transition", kind), args), Progress(quiet=True)))[
+        estimate = Pipeline(Context.open(of_cost(family, 6, ("transition", kind), args), Progress(quiet=True)))[
             "sensitivity"
         ]["sensitivity"]
         rank = float(spearmanr(noise.flatten(), estimate.flatten())[0])
@@ -131,23 +100,15 @@ def sensitivities(family: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=sorted(PIVOTS), default=sorted(PIVOTS))
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--prefill", type=int, default=512)
-    parser.add_argument("--decode", type=int, default=1024)
-    parser.add_argument("--segments", type=int, default=16, help="calibration segments of 1,024 tokens")
+    add_arguments(parser, streams=8)
     parser.add_argument("--noise-tokens", type=int, default=512)
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes of one thread each")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--cache", default="~/.cache/stepquant")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "allocation.json")
     args = parser.parse_args()
     found = []
     for family in args.models:
         start = time.perf_counter()
         found.append({**study(family, args), "seconds": round(time.perf_counter() - start, 1)})
-    about = {"streams": args.streams, "prefill": args.prefill, "decode": args.decode, "torch": torch.__version__}
-    write_json(args.out, {"about": about, "models": found})
+        write_json(args.out, {"about": about(args), "models": found})
 
 
 if __name__ == "__main__":

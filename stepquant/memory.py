@@ -63,19 +63,20 @@ class ServingMemory:
 
 
 def window_bytes(geometry: Geometry, length: int, dtype: str) -> int:
-    """Window buffers of one running request, bytes (design 2.5 c): `length` pending (k, u, gates), none for 1.
+    """Window buffers of one running request, bytes (design 2.5 c): W - 1 pending (k, u), none for W = 1.
 
-    A pending token keeps u for every value head and k for every key head; KDA folds gates into its keys, which are then
-    the head's own, and keeps one decay vector for the packed state; GDN keeps one FP32 cumulative gate a token and
+    The token that completes a window is folded as it is read, so W tokens need W - 1 entries. A pending token keeps u
+    for every value head and k for every key head; KDA folds gates into its keys, which are then the head's own. The
+    packed state's own decay is one FP32 vector (KDA) or number (GDN) a head; GDN also keeps one FP32 ratio a token and
     value head. INT8 vectors carry one FP16 scale each.
     """
     if length == 1:
         return 0
     item, scale = _BUFFER_BYTES[dtype], 2 if dtype == "int8" else 0
-    heads, key_heads = geometry.num_heads, geometry.num_key_heads
+    heads, entries = geometry.num_heads, length - 1
     values = heads * (geometry.value_dim * item + scale)
     if geometry.family == "kda":
-        keys, gates, decay = heads * (geometry.key_dim * item + scale), 0, heads * geometry.key_dim * 4
+        keys, ratios, decay = heads * (geometry.key_dim * item + scale), 0, heads * geometry.key_dim * 4
     else:
-        keys, gates, decay = key_heads * (geometry.key_dim * item + scale), heads * 4, 0
-    return geometry.num_delta_layers * (length * (values + keys + gates) + decay)
+        keys, ratios, decay = geometry.num_key_heads * (geometry.key_dim * item + scale), heads * 4, heads * 4
+    return geometry.num_delta_layers * (entries * (values + keys + ratios) + decay)

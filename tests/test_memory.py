@@ -7,9 +7,11 @@ import torch
 
 from stepquant.accounting import account, byte_count, packable, page_layout
 from stepquant.codec.spec import CodecSpec
+from stepquant.codegen.spec import KernelSpec
 from stepquant.errors import InfeasibleError
 from stepquant.geometry import Geometry
 from stepquant.memory import GIB, SLOTS_PER_REQUEST, ServingMemory, window_bytes
+from stepquant.runtime.window import WindowBuffers, bytes_per_request
 from stepquant.summary import plan_summary, serving_memory, serving_rows
 from tests.plans import small_plan, synthetic_plan
 
@@ -95,18 +97,37 @@ def test_slots_per_request_of_sglang():
     assert SLOTS_PER_REQUEST == {"off": 1, "no_buffer": 3, "extra_buffer": 5, "extra_buffer_no_overlap": 4}
 
 
+GDN = Geometry("gdn", "q", tuple(range(48)), 48, 16, 128, 128)
+KDA = Geometry("kda", "k", tuple(range(20)), 32, 32, 128, 128)
+
+
 def test_window_buffers():
-    gdn = Geometry("gdn", "q", tuple(range(48)), 48, 16, 128, 128)
-    kda = Geometry("kda", "k", tuple(range(20)), 32, 32, 128, 128)
-    assert window_bytes(gdn, 1, "fp16") == window_bytes(kda, 1, "bf16") == 0
+    """7 pending tokens at W = 8: by hand, and in bits a state value."""
+    assert window_bytes(GDN, 1, "fp16") == window_bytes(KDA, 1, "bf16") == 0
     for dtype in ("fp16", "bf16"):
-        assert window_bytes(gdn, 8, dtype) == 48 * 8 * (48 * 128 * 2 + 16 * 128 * 2 + 48 * 4)
-        assert window_bytes(kda, 8, dtype) == 20 * (8 * 32 * 2 * 128 * 2 + 32 * 128 * 4)
-    # Design 2.5: 1.33 and 2.25 bits per state value at W = 8, gates aside.
-    assert round(8 * window_bytes(gdn, 8, "fp16") / gdn.elements, 2) == pytest.approx(1.33, abs=0.03)
-    assert round(8 * window_bytes(kda, 8, "fp16") / kda.elements, 2) == pytest.approx(2.25, abs=0.03)
-    assert window_bytes(gdn, 8, "int8") == 48 * 8 * (48 * 130 + 16 * 130 + 48 * 4)
-    assert window_bytes(gdn, 8, "fp32") > 1.9 * window_bytes(gdn, 8, "fp16")
+        assert window_bytes(GDN, 8, dtype) == 48 * (7 * (48 * 128 * 2 + 16 * 128 * 2 + 48 * 4) + 48 * 4)
+        assert window_bytes(KDA, 8, dtype) == 20 * (7 * 32 * 2 * 128 * 2 + 32 * 128 * 4)
+    # Design 2.5 counts 8 entries, 1.33 and 2.25 bits a state value at W = 8; the last one is never stored.
+    assert 8 * window_bytes(GDN, 8, "fp16") / GDN.elements == pytest.approx(1.33 * 7 / 8, abs=0.02)
+    assert 8 * window_bytes(KDA, 8, "fp16") / KDA.elements == pytest.approx(0.25 + 2.0 * 7 / 8, abs=0.02)
+    assert window_bytes(GDN, 8, "int8") == 48 * (7 * (48 * 130 + 16 * 130 + 48 * 4) + 48 * 4)
+    assert window_bytes(GDN, 8, "fp32") > 1.9 * window_bytes(GDN, 8, "fp16")
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "int8", "fp32"])
+@pytest.mark.parametrize("length", [2, 8, 16])
+@pytest.mark.parametrize("geometry", [GDN, KDA])
+def test_window_buffers_are_those_of_the_runtime(geometry, length, dtype):
+    """What the memory formula counts is what the runtime allocates for a request."""
+    spec = KernelSpec(geometry.family, geometry.num_heads, geometry.num_key_heads, 128, 128, (4, 6), True, False,
+                      "none", False, window=length, buffer=dtype)  # fmt: skip
+    buffers = WindowBuffers.allocate(spec, 1, "cpu")
+    parts = [buffers.keys, buffers.us, buffers.gammas]
+    parts += [buffers.ratios] if geometry.family == "gdn" else []
+    parts += [buffers.key_scale, buffers.u_scale] if dtype == "int8" else []
+    counted = window_bytes(geometry, length, dtype)
+    assert counted == geometry.num_delta_layers * sum(x.nbytes for x in parts)
+    assert counted == geometry.num_delta_layers * bytes_per_request(spec)
 
 
 def test_window_is_counted_for_running_requests_only():

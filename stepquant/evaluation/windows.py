@@ -18,6 +18,8 @@ from stepquant.codec.recurrence import expand_gate
 from stepquant.codec.registry import StateCodec
 from stepquant.codec.window import store
 
+GRAPH_WINDOWS = 16  # windows from which recording one pays
+
 
 class WindowFactors(NamedTuple):
     """State-independent parts of N windows of W tokens, `[N, b * H, ...]`.
@@ -103,31 +105,64 @@ def run_windows(
         For every window y `[b * H, W, V]`, the folded state before quantisation and the base after it, both
         `[b, H, K, V]`. The states are only valid until the next window.
     """
-    length, shape = factors.v.shape[-2], state.shape
-    exact = dtype == "fp32" or length == 1
-    for reads, solve, system, mix, fold, decay, v, beta in zip(*(part.unbind() for part in factors), strict=True):
-        flat = state.view(-1, *shape[-2:])
-        total = torch.bmm(reads, flat)
-        target = (v - total[:, :length]).mul_(beta)
-        y = total[:, length:]
-        if length == 1:
-            u = target
-            y.addcmul_(mix, u)
-        elif exact:
-            u = torch.bmm(solve, target)
-            y.baddbmm_(mix, u)
-        else:
-            u = _rounded_residuals(system, target, dtype)
-            own = target - torch.bmm(system, u)  # each token's own residual, not yet rounded into the buffer
-            y.baddbmm_(mix.tril(-1), u).addcmul_(mix.diagonal(dim1=-2, dim2=-1).unsqueeze(-1), own)
-        flat.mul_(decay)
-        if length == 1:
-            flat.addcmul_(fold, u)
-        else:
-            flat.baddbmm_(fold, u)
-        folded = flat.view(shape)
-        state = folded if codec is None else codec.roundtrip(folded)
+    count = factors.v.shape[0]
+    if state.device.type == "cuda" and count >= GRAPH_WINDOWS:
+        yield from _replay(factors, state, codec, dtype)
+        return
+    for index in range(count):
+        y, folded, state = _window(WindowFactors(*(part[index] for part in factors)), state, codec, dtype)
         yield y, folded, state
+
+
+def _window(
+    factors: WindowFactors, state: Tensor, codec: StateCodec | None, dtype: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One window, its factors `[b * H, ...]`; `state` is overwritten by the folded one."""
+    reads, solve, system, mix, fold, decay, v, beta = factors
+    length, shape = v.shape[-2], state.shape
+    flat = state.view(-1, *shape[-2:])
+    total = torch.bmm(reads, flat)
+    target = (v - total[:, :length]).mul_(beta)
+    y = total[:, length:]
+    if length == 1:
+        u = target
+        y.addcmul_(mix, u)
+    elif dtype == "fp32":
+        u = torch.bmm(solve, target)
+        y.baddbmm_(mix, u)
+    else:
+        u = _rounded_residuals(system, target, dtype)
+        own = target - torch.bmm(system, u)  # each token's own residual, not yet rounded into the buffer
+        y.baddbmm_(mix.tril(-1), u).addcmul_(mix.diagonal(dim1=-2, dim2=-1).unsqueeze(-1), own)
+    flat.mul_(decay)
+    if length == 1:
+        flat.addcmul_(fold, u)
+    else:
+        flat.baddbmm_(fold, u)
+    folded = flat.view(shape)
+    return y, folded, folded if codec is None else codec.roundtrip(folded)
+
+
+def _replay(
+    factors: WindowFactors, state: Tensor, codec: StateCodec | None, dtype: str
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The same on a GPU: one window recorded as a CUDA graph and replayed, since launching its several dozen small
+    kernels one by one takes many times longer than running them."""
+    now = WindowFactors(*(part[0].clone() for part in factors))
+    base = state.clone()
+    stream = torch.cuda.Stream(base.device)
+    stream.wait_stream(torch.cuda.current_stream(base.device))
+    with torch.cuda.stream(stream):  # a graph records allocations and library handles that must exist already
+        _window(now, base.clone(), codec, dtype)
+    torch.cuda.current_stream(base.device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, folded, after = _window(now, base.clone(), codec, dtype)
+        base.copy_(after)
+    for parts in zip(*(part.unbind() for part in factors), strict=True):
+        torch._foreach_copy_(list(now), list(parts))
+        graph.replay()
+        yield y, folded, after
 
 
 def _rounded_residuals(system: Tensor, target: Tensor, dtype: str) -> Tensor:

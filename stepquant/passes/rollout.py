@@ -116,22 +116,32 @@ class Rollout:
         candidates, w = table_candidates(context), products["row_weights"]["w"]
         traces, window = products["rollout_traces"], context.recipe.window.length
         count = traces["beta.0"].shape[0]
+        together = 1 if context.device.type == "cpu" else count  # on a CPU a piece's states stay in its cache
         rows, heads = [], []
         with small_operations(context.device), context.progress.bar("rollout", w.shape[0] * count) as bar:
             for layer in range(w.shape[0]):
                 sums = []
-                for piece in range(count):
-                    q, k, v, log_gate, beta, sensitivity = (
-                        traces[f"{name}.{layer}"][piece].float().to(context.device) for name in FIELDS
+                for piece in range(0, count, together):
+                    inputs = (_pieces(traces[f"{name}.{layer}"][piece : piece + together]) for name in FIELDS)
+                    q, k, v, log_gate, beta, sensitivity = (x.float().to(context.device) for x in inputs)
+                    repeated = w[layer].repeat(together, 1)
+                    by_row, by_head, tokens = rollout(
+                        q, k, v, log_gate, beta, sensitivity, repeated, context.codec, candidates, window
                     )
-                    sums.append(
-                        rollout(q, k, v, log_gate, beta, sensitivity, w[layer], context.codec, candidates, window)
-                    )
-                    bar.advance()
+                    sums.append((
+                        by_row.unflatten(0, (together, -1)).sum(0), by_head.unflatten(0, (together, -1)).sum(0),
+                        tokens * together,
+                    ))  # fmt: skip
+                    bar.advance(together)
                 tokens = sum(part[2] for part in sums)
                 rows.append(torch.stack([part[0] for part in sums]).sum(0) / max(tokens, 1))
                 heads.append(torch.stack([part[1] for part in sums]).sum(0) / max(tokens, 1))
         return Product({"rows": torch.stack(rows), "heads": torch.stack(heads)}, {"candidates": list(candidates)})
+
+
+def _pieces(x: Tensor) -> Tensor:
+    """`[S, T, H, ...]` as `[T, S H, ...]`: pieces of one length run beside each other like so many heads."""
+    return x.movedim(0, 1).flatten(1, 2)
 
 
 def rollout(

@@ -60,3 +60,17 @@ def test_heads_share_out_their_exact_cost_and_pivots_scale_rows():
 
 def test_the_prefill_is_whole_chunks():
     assert rollout_module.PREFILL % 8 == 0
+
+
+def test_pieces_run_together_cost_what_they_cost_one_by_one():
+    """As many pieces at once as on a GPU, against the loop of a CPU."""
+    pieces = [draw(seed, True, batch=1, tokens=48, rows=16, columns=32, strongest=0.5) for seed in (1, 2, 3)]
+    inputs = [torch.cat(parts).float() for parts in zip(*pieces, strict=True)]
+    inputs.append(torch.rand(3, 48, 2))
+    w, spec = torch.rand(2, 16) + 0.5, CodecSpec(codebook="shared")
+    together = rollout(*(rollout_module._pieces(x) for x in inputs), w.repeat(3, 1), spec, (4, 16), 4)
+    apart = [rollout(*(x[i] for x in inputs), w, spec, (4, 16), 4) for i in range(3)]
+    for index in range(2):
+        expected = torch.stack([part[index] for part in apart]).sum(0)
+        torch.testing.assert_close(together[index].unflatten(0, (3, 2)).sum(0), expected, rtol=1e-5, atol=1e-12)
+    assert together[2] == apart[0][2]
