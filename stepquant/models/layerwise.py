@@ -7,6 +7,7 @@ read once, whatever the number of segments.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from stepquant.errors import ModelError
+from stepquant.errors import ArtifactError, ModelError
 from stepquant.files import replacing
 from stepquant.models.adapter import (
     LoadedModel,
@@ -48,6 +49,15 @@ class LayerDone:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Reached:
+    """Where a run is: the first layer still to run, the output of the one before it, the observers' accumulators."""
+
+    next_layer: int
+    output: Any
+    state: dict[str, Tensor]
+
+
 class _Stop(Exception):
     """The last layer that was asked for has run."""
 
@@ -64,6 +74,8 @@ class LayerwiseModel:
     source: LayerSource
     rows: range = range(0)
     """Segments of the micro-batch that is running, for observers."""
+    inside: bool = False
+    """A layer is running on one micro-batch (hooks of decoder layers also see the call with all segments)."""
 
     def run(
         self,
@@ -75,68 +87,86 @@ class LayerwiseModel:
         on_layer: Callable[[LayerDone], None] | None = None,
         directory: Path | None = None,
         key: str = "",
-        save_every: int = 8,
+        save_seconds: float = 60.0,
+        state: Callable[[], dict[str, Tensor]] = dict,
+        restore: Callable[[dict[str, Tensor], int], bool] = lambda _state, _layers: True,
     ) -> Tensor:
         """Apply the decoder layers to all segments, layer by layer.
 
         Within `capture_delta_rule` the observer sees, for each delta-rule layer, every micro-batch in order of
-        segments, before the next layer starts.
+        segments, before the next layer starts. A run that is interrupted writes the last layer's output, and the
+        observers' state as it was then, and resumes at the layer it had reached.
 
         Args:
             ids: token ids ``[n, T]``.
             batch: segments of a micro-batch.
             activations: where hidden states wait between layers, ``host`` or ``device``.
             last_layer: decoder layer after which to stop; by default the last delta-rule layer.
-            on_layer: called after each layer, before the progress file is written.
+            on_layer: called after each layer.
             directory: where to keep hidden states so that an interrupted run resumes; None keeps nothing.
             key: what the run is made from; a progress file under another key is ignored.
-            save_every: layers between two writes of the progress file.
+            save_seconds: least time between two writes of the progress file while all goes well.
+            state: the observers' accumulators, written with the hidden states.
+            restore: given what `state` had returned and the number of layers done; False starts over.
 
         Returns:
             Hidden states ``[n, T, ...]`` after the last layer that ran, before the final norm.
 
         Raises:
             ModelError: tensors missing from the checkpoint, or of other shapes.
+            ArtifactError: the progress file cannot be written.
         """
         layers = self.source.layers
         last = self.loaded.geometry.layers[-1] if last_layer is None else last_layer
-        start, saved = load_progress(directory, key) if directory is not None else (0, None)
+        found = load_progress(directory, key) if directory is not None else None
+        start, saved = (
+            (found.next_layer, found.output) if found and restore(found.state, found.next_layer) else (0, None)
+        )
+        reached: list[Reached] = []
+        written, wrote = start, time.monotonic()
 
-        def make(index: int, original: Callable[..., Any]) -> Callable[..., Any]:
+        def make(index: int) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
+                nonlocal written, wrote
                 if index < start:
                     output = saved
                 else:
                     began = time.monotonic()
-                    output = self._apply(index, original, args, kwargs, len(ids), batch, activations)
+                    output = self._apply(index, args, kwargs, len(ids), batch, activations)
+                    kept = {name: tensor.clone() for name, tensor in state().items()}
+                    reached[:] = [Reached(index + 1, output, kept)]
                     if on_layer is not None:
                         on_layer(LayerDone(index, len(layers), time.monotonic() - began))
-                    if directory is not None and ((index + 1) % save_every == 0 or index == last):
-                        save_progress(directory, key, index + 1, output)
+                    if directory is not None and index < last and time.monotonic() - wrote >= save_seconds:
+                        save_progress(directory, key, reached[0])
+                        written, wrote = index + 1, time.monotonic()
                 if index == last:
                     raise _Stop(output)
                 return output
 
             return forward
 
-        originals = [layer.forward for layer in layers]
         try:
             for index, layer in enumerate(layers):
-                layer.forward = make(index, originals[index])
+                layer.forward = make(index)
             with torch.no_grad():
                 self.source.text_model(input_ids=ids.to(self.source.device), use_cache=False)
         except _Stop as stop:
             return stop.output[0] if isinstance(stop.output, tuple) else stop.output
+        except BaseException:
+            if directory is not None and reached and reached[0].next_layer > written:
+                with contextlib.suppress(ArtifactError):  # what interrupted the run is what has to be said
+                    save_progress(directory, key, reached[0])
+            raise
         finally:
             for layer in layers:
                 vars(layer).pop("forward", None)
         raise ModelError(f"layer {last} was never reached; the model has {len(layers)} decoder layers")
 
-    def _apply(
-        self, index: int, original: Callable[..., Any], args: Any, kwargs: Any, rows: int, batch: int, activations: str
-    ) -> Any:
+    def _apply(self, index: int, args: Any, kwargs: Any, rows: int, batch: int, activations: str) -> Any:
         """One layer over all micro-batches: tensors whose first dimension is the batch are cut, the rest are shared."""
-        device = self.source.device
+        device, layer = self.source.device, self.source.layers[index]
+        ours = vars(layer).pop("forward")
         self.source.load_layer(index)
         self.source.prefetch_layer(index + 1)
         outputs: list[Any] = []
@@ -150,11 +180,16 @@ class LayerwiseModel:
                 return (item[first : first + batch] if whole else item).to(device)
 
             own_args, own_kwargs = pytree.tree_map(cut, (args, kwargs))
-            output = original(*own_args, **own_kwargs)
+            self.inside = True
+            try:
+                output = layer(*own_args, **own_kwargs)
+            finally:
+                self.inside = False
             if activations == "host":
                 output = pytree.tree_map(lambda item: item.cpu() if isinstance(item, Tensor) else item, output)
             outputs.append(output)
         self.source.free_layer(index)
+        layer.forward = ours
         return pytree.tree_map(lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *outputs)
 
 
@@ -201,25 +236,37 @@ def load_layerwise(
     return LayerwiseModel(loaded, source)
 
 
-def save_progress(directory: Path, key: str, next_layer: int, output: Any) -> None:
-    """Write the output of the layer before `next_layer` (a tensor, or a tuple of tensors and None) atomically."""
+def save_progress(directory: Path, key: str, reached: Reached) -> None:
+    """Write where a run has got to atomically.
+
+    Raises:
+        ArtifactError: the disk is full or not writable.
+    """
+    output = reached.output
     items = output if isinstance(output, tuple) else (output,)
     tensors = {str(i): item.contiguous().cpu() for i, item in enumerate(items) if isinstance(item, Tensor)}
-    facts = {"key": key, "next_layer": next_layer, "items": len(items), "tuple": isinstance(output, tuple)}
-    directory.mkdir(parents=True, exist_ok=True)
-    with replacing(directory / PROGRESS_FILE) as temporary:
-        save_file(tensors, temporary, metadata={"facts": json.dumps(facts)})
+    tensors.update({f"state/{name}": tensor.contiguous().cpu() for name, tensor in reached.state.items()})
+    facts = {"key": key, "next_layer": reached.next_layer, "items": len(items), "tuple": isinstance(output, tuple)}
+    try:
+        with replacing(directory / PROGRESS_FILE) as temporary:
+            save_file(tensors, temporary, metadata={"facts": json.dumps(facts)})
+    except (OSError, SafetensorError) as error:
+        raise ArtifactError(
+            f"{directory / PROGRESS_FILE} could not be written ({error}); free the disk or choose another with "
+            "cache.dir=DIR"
+        ) from None
 
 
-def load_progress(directory: Path, key: str) -> tuple[int, Any]:
-    """(first layer still to run, output of the one before it); ``(0, None)`` where there is nothing to resume."""
+def load_progress(directory: Path, key: str) -> Reached | None:
+    """Where an interrupted run under `key` had got to; None where there is nothing to resume."""
     try:
         with safe_open(directory / PROGRESS_FILE, framework="pt") as file:
             facts = json.loads((file.metadata() or {})["facts"])
             if facts["key"] != key:
-                return 0, None
+                return None
             names = set(file.keys())
             items = tuple(file.get_tensor(str(i)) if str(i) in names else None for i in range(facts["items"]))
-            return int(facts["next_layer"]), items if facts["tuple"] else items[0]
+            state = {name[6:]: file.get_tensor(name) for name in names if name.startswith("state/")}
+            return Reached(int(facts["next_layer"]), items if facts["tuple"] else items[0], state)
     except (OSError, SafetensorError, KeyError, ValueError):
-        return 0, None
+        return None

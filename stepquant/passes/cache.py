@@ -1,20 +1,23 @@
 """The pipeline's cache: one directory a product, named by a hash of everything it was made from.
 
-    <cache.dir>/<pass>/<key>/tensors.safetensors, facts.json
+    <cache.dir>/<pass>/<key>/tensors.safetensors, facts.json          or, for what was spilled, one file a layer
 
 facts.json is written last, so that its presence marks a whole entry; a damaged entry is made again, never trusted.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from stepquant.errors import ArtifactError
 from stepquant.files import hash_tensors, read_json, read_tensors, write_json, write_tensors
 from stepquant.passes.protocol import Product
+from stepquant.passes.spill import SpilledProduct, hash_files
 
 FACTS, TENSORS = "facts.json", "tensors.safetensors"
 
@@ -40,6 +43,8 @@ class Cache:
         path = self.path(name, key)
         try:
             facts = read_json(path / FACTS, f"cache entry {name}")
+            if "files" in facts:
+                return _load_spilled(path, key, facts)
             tensors = read_tensors(path / TENSORS, f"cache entry {name}")
             if facts.get("key") != key or facts.get("sha256") != hash_tensors(tensors):
                 raise ArtifactError(f"{path}: cache entry {name} does not match its key or hash")
@@ -53,8 +58,15 @@ class Cache:
         if not self.enabled:
             return
         path = self.path(name, key)
+        if isinstance(product, SpilledProduct):
+            _adopt(path, key, product)
+            return
         write_tensors(path / TENSORS, product.tensors)
         write_json(path / FACTS, {"key": key, "sha256": hash_tensors(product.tensors), "facts": product.facts})
+
+    def working(self, key: str) -> Path | None:
+        """Directory of a run in progress, for what is too large to be kept in memory; None where nothing is written."""
+        return self.path("partial", key) if self.enabled else None
 
     def load_partial(self, key: str) -> dict[str, Tensor] | None:
         """Accumulators of an interrupted run of the model, or None."""
@@ -75,3 +87,31 @@ class Cache:
     def drop_partial(self, key: str) -> None:
         """Forget the accumulators of a run that is done."""
         shutil.rmtree(self.path("partial", key), ignore_errors=True)
+
+
+def _adopt(path: Path, key: str, product: SpilledProduct) -> None:
+    """Move a product's files into its entry; the product is read from there from now on."""
+    hashes = hash_files(product.files)
+    shutil.rmtree(path, ignore_errors=True)
+    try:
+        path.mkdir(parents=True)
+        for file in product.files:
+            os.replace(file, path / file.name)
+    except OSError as error:
+        raise ArtifactError(
+            f"{path} cannot be written to: {error.strerror}; check cache.dir, or free the disk"
+        ) from None
+    product.directory = path
+    write_json(path / FACTS, {"key": key, "files": hashes, "facts": product.facts})
+
+
+def _load_spilled(path: Path, key: str, facts: dict[str, Any]) -> SpilledProduct:
+    """A spilled product whose files are what they were.
+
+    Raises:
+        ArtifactError: a file is missing or damaged.
+    """
+    found = SpilledProduct({}, facts["facts"], path, len(facts["files"]))
+    if facts.get("key") != key or hash_files(found.files) != facts["files"]:
+        raise ArtifactError(f"{path}: the cache entry does not match its key or hashes")
+    return found

@@ -17,6 +17,7 @@ from stepquant.codec.spec import CodecSpec
 from stepquant.errors import ModelError, RecipeError
 from stepquant.geometry import Geometry
 from stepquant.passes.cache import Cache
+from stepquant.passes.memory import explain_memory
 from stepquant.passes.progress import Progress
 from stepquant.recipe import Recipe
 from stepquant.small_operations import keep_freed_memory
@@ -24,6 +25,7 @@ from stepquant.small_operations import keep_freed_memory
 if TYPE_CHECKING:
     from stepquant.models.adapter import LoadedModel
     from stepquant.models.capture import DeltaTrace, Replacement
+    from stepquant.models.layerwise import LayerwiseModel
     from stepquant.passes.calibration_text import CalibrationText
 
 
@@ -54,11 +56,8 @@ class Context:
         """
         geometry = find_geometry(recipe)
         recipe.check_geometry(geometry)
-        if recipe.model.loading == "layerwise" and recipe.calibration == "trace":
-            raise RecipeError(
-                "model.loading is 'layerwise', which calibration does not take yet; use model.loading=whole, with "
-                "model.device_map=auto to spread the model over several GPUs"
-            )
+        if recipe.model.loading == "layerwise" and recipe.calibration == "trace" and recipe.reuse is None:
+            check_layerwise(recipe)
         cache = Cache(Path(recipe.cache.dir).expanduser(), recipe.cache.enabled)
         return cls(recipe, geometry, cache, progress or Progress())
 
@@ -98,16 +97,34 @@ class Context:
         from stepquant.models.adapter import load_model
 
         settings = self.recipe.model
-        if settings.path is None:
+        if settings.loading == "layerwise":
+            return self.runner.loaded
+        path = self._starting()
+        with explain_memory(self.recipe, self.geometry, "loading the model"), self.progress.step("load"):
+            return load_model(
+                path, device=self.device, dtype=settings.dtype, device_map=settings.device_map,
+                weights=settings.weights, trust_remote_code=settings.trust_remote_code,
+            )  # fmt: skip
+
+    @cached_property
+    def runner(self) -> LayerwiseModel:
+        """The model with its decoder layers still in the checkpoint (model.loading=layerwise)."""
+        from stepquant.models.layerwise import load_layerwise
+
+        settings = self.recipe.model
+        path = self._starting()
+        with explain_memory(self.recipe, self.geometry, "loading embedding and norms"), self.progress.step("load"):
+            return load_layerwise(path, device=self.device, dtype=settings.dtype, weights=settings.weights)
+
+    def _starting(self) -> str:
+        path = self.recipe.model.path
+        if path is None:
             raise ModelError("model.path is not set; give model.path=/path/to/checkpoint or calibration=synthetic")
-        self.progress.say(f"loading {settings.path} on {self.device}")
+        self.progress.say(f"loading {path} on {self.device}")
         if self.device.type == "cpu":
             keep_freed_memory()
         self.model_loaded = True
-        return load_model(
-            settings.path, device=self.device, dtype=settings.dtype, device_map=settings.device_map,
-            weights=settings.weights, trust_remote_code=settings.trust_remote_code,
-        )  # fmt: skip
+        return path
 
     @cached_property
     def delta_rule(self) -> Replacement | None:
@@ -174,6 +191,32 @@ def find_geometry(recipe: Recipe) -> Geometry:
         "model.path is not set; give model.path=/path/to/checkpoint, or calibration=synthetic for a plan from the "
         "recipe's own geometry"
     )
+
+
+def check_layerwise(recipe: Recipe) -> None:
+    """Refuse what cannot be had with one layer on the device at a time.
+
+    Raises:
+        RecipeError, ModelError: naming the key and what to use instead.
+    """
+    from stepquant.models.checkpoint import read_config, weight_format
+
+    if recipe.temporal.sensitivity == "gradient":
+        raise RecipeError(
+            "temporal.sensitivity is 'gradient', whose backward pass needs every layer of the model at once, but "
+            "model.loading is 'layerwise'; use temporal.sensitivity=local, or model.loading=whole"
+        )
+    if recipe.model.trust_remote_code:
+        raise RecipeError(
+            "model.trust_remote_code is true, but model.loading=layerwise builds the model from transformers' own "
+            "classes; leave model.trust_remote_code out, or use model.loading=whole"
+        )
+    kind = weight_format(read_config(str(recipe.model.path)))
+    if kind != "unquantised" and recipe.model.weights_seed is None:
+        raise ModelError(
+            f"{recipe.model.path} holds {kind} weights; model.loading=layerwise takes unquantised ones, use "
+            "model.loading=whole"
+        )
 
 
 def chunked_delta_rule(layer: int, trace: DeltaTrace) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ function of l_u and the horizon, computed where it is used, so that a new horizo
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class GateStatistics:
     def wanted(self, context: Context) -> bool:
         return True
 
-    def start(self, context: Context) -> GateObservation:
+    def start(self, context: Context, place: Path | None = None) -> GateObservation:
         return GateObservation(context)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,11 @@ from stepquant.passes.allocation import Allocation
 from stepquant.passes.context import Context
 from stepquant.passes.distortion import Distortion, PivotDistortion
 from stepquant.passes.gate_statistics import GateStatistics
+from stepquant.passes.memory import explain_memory
 from stepquant.passes.pivots import Pivots
 from stepquant.passes.protocol import ObserverPass, Pass, Product
-from stepquant.passes.rollout import Rollout, RolloutTraces
+from stepquant.passes.rollout import Rollout
+from stepquant.passes.rollout_traces import RolloutTraces
 from stepquant.passes.row_impact import RowImpact
 from stepquant.passes.row_weights import RowWeights
 from stepquant.passes.sensitivity import Sensitivity
@@ -150,7 +153,7 @@ class Pipeline(Mapping[str, Product]):
         for need in step.needs:  # in order, and outside this pass's own time
             if need in self.passes and need not in self.made and not self._available(need):
                 self[need]
-        with self.context.progress.step(name):
+        with self._explained(name), self.context.progress.step(name):
             product = step.run(self.context, self)
         if name not in UNCACHED:
             self.context.cache.store(name, self.cache_keys[name], product)
@@ -168,13 +171,18 @@ class Pipeline(Mapping[str, Product]):
             if isinstance(p, ObserverPass) and p.name not in self.made and not self._available(p.name)
         ]  # fmt: skip
         key = hash_json([self.cache_keys[p.name] for p in missing])
-        with self.context.progress.step(f"trace ({', '.join(p.name for p in missing)})"):
+        _ = self.context.model  # loaded outside the trace's own time
+        title = f"trace ({', '.join(p.name for p in missing)})"
+        with self._explained(title), self.context.progress.step(title, self.context.data.segments.numel()):
             products = run_observers(self.context, missing, key)
         for made, product in products.items():
             self.context.cache.store(made, self.cache_keys[made], product)
             self.made[made] = product
         self.context.cache.drop_partial(key)
         return self.made[name]
+
+    def _explained(self, name: str) -> AbstractContextManager[None]:
+        return explain_memory(self.context.recipe, self.context.geometry, name)
 
     def artifact_products(self) -> dict[str, tuple[str, Product]]:
         """What goes into tables.safetensors: statistics and distortions with their keys, no state samples."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -92,6 +93,10 @@ class ObserverPass(Protocol):
 
     def wanted(self, context: Context) -> bool: ...
 
-    def start(self, context: Context) -> Observation:
-        """Begin an observation of all calibration segments."""
+    def start(self, context: Context, place: Path | None = None) -> Observation:
+        """Begin an observation of all calibration segments.
+
+        Args:
+            place: directory of the run for what is too large to be kept in memory; None keeps it there.
+        """
         ...

@@ -21,83 +21,11 @@ from stepquant.codec.chunks import states_every
 from stepquant.codec.recurrence import expand_gate, transition_rows
 from stepquant.codec.registry import make_codec
 from stepquant.codec.spec import CodecSpec
-from stepquant.models.capture import DeltaTrace, capture_delta_rule
 from stepquant.passes.context import Context
 from stepquant.passes.distortion import table_candidates
 from stepquant.passes.protocol import Product, Products
-from stepquant.passes.sensitivity import SensitivityObservation
+from stepquant.passes.rollout_traces import FIELDS, PREFILL
 from stepquant.small_operations import small_operations
-
-SEGMENTS = 4  # evenly spaced among the calibration segments
-PREFILL, DECODE = 128, 384  # tokens of a segment that run exactly, and beside the quantised recurrence
-FIELDS = ("q", "k", "v", "log_gate", "beta", "sensitivity")
-
-
-class RolloutTraces:
-    """Inputs of every layer on the chosen pieces, `<field>.<layer>` `[S, T, H, ...]`, with F_t `[S, T, H]`."""
-
-    name, version = "rollout_traces", 1
-    reads: tuple[str, ...] = ("temporal.sensitivity", "seed")
-    needs: tuple[str, ...] = ()
-
-    def wanted(self, context: Context) -> bool:
-        return context.recipe.temporal.weight == "rollout"
-
-    def start(self, context: Context) -> TraceObservation:
-        return TraceObservation(context)
-
-
-class TraceObservation(SensitivityObservation):
-    """Keeps the first tokens of a few segments and their gradients."""
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        count, total = min(SEGMENTS, context.recipe.data.segments), context.recipe.data.segments
-        self.chosen = [index * total // count for index in range(count)]
-        self.kept: dict[str, Tensor] = {}
-        self.at = 0
-
-    def run_model(self, tokens: Tensor, segments: range) -> None:
-        kind = self.context.recipe.temporal.sensitivity
-        for chosen in (index for index in self.chosen if index in segments):
-            self.at = chosen
-            row = tokens[self.at - segments.start, : PREFILL + DECODE].unsqueeze(0)
-            seed = self.context.recipe.seed * 1_000_003 + self.at
-            if kind == "none":
-                self._forward(row)
-            elif kind == "local":
-                self._local(row, seed)
-            else:
-                self._gradient(row, seed)
-
-    def observer(self, layer: int, trace: DeltaTrace) -> None:
-        for name in FIELDS[:-1]:
-            value = getattr(trace, name).detach()[0]
-            self.kept[f"{name}.{layer}.{self.at}"] = value.to(torch.float16 if name in "qkv" else torch.float32).cpu()
-
-    def _add(self, layer: int, gradient: Tensor) -> None:
-        self.kept[f"sensitivity.{layer}.{self.at}"] = 0.5 * gradient.detach()[0].float().square().mean(-1).cpu()
-
-    def _forward(self, tokens: Tensor) -> None:
-        def edit(layer: int, y: Tensor) -> Tensor:
-            self.kept[f"sensitivity.{layer}.{self.at}"] = torch.ones(y.shape[1:3])
-            return y
-
-        with torch.no_grad(), capture_delta_rule(self.context.model, self.observer, self.context.delta_rule, edit):
-            self.context.model.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
-
-    def state(self) -> dict[str, Tensor]:
-        return dict(self.kept)
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        self.kept = dict(state)
-
-    def finish(self) -> Product:
-        layers = range(self.context.geometry.num_delta_layers)
-        return Product({
-            f"{name}.{layer}": torch.stack([self.kept[f"{name}.{layer}.{at}"] for at in self.chosen])
-            for name in FIELDS for layer in layers
-        }, {"segments": self.chosen})  # fmt: skip
 
 
 class Rollout:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ class RowImpact:
     def wanted(self, context: Context) -> bool:
         return True
 
-    def start(self, context: Context) -> RowImpactObservation:
+    def start(self, context: Context, place: Path | None = None) -> RowImpactObservation:
         return RowImpactObservation(context)
 
 

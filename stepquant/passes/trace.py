@@ -1,17 +1,22 @@
 """One run of the model over the calibration text, watched by every observer whose product is missing.
 
-Nothing of a trace is kept: each layer's q, k, v, gates and betas go to the observers and are dropped. After every
-batch the accumulators are saved, so that an interrupted run resumes at the batch it had reached.
+Nothing of a trace is kept: each layer's q, k, v, gates and betas go to the observers and are dropped. The whole model
+runs a batch of segments at a time, or (model.loading=layerwise) one decoder layer at a time over all segments. After
+every batch or layer the accumulators are saved, so that an interrupted run resumes there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from stepquant.models.capture import DeltaTrace, capture_delta_rule
+from stepquant.models.layerwise import LayerDone
 from stepquant.passes.context import Context
+from stepquant.passes.gradients import GradientObservation, LocalProbe, blocks_of, fisher_gradients
+from stepquant.passes.progress import Bar
 from stepquant.passes.protocol import Observation, ObserverPass, Product
 from stepquant.small_operations import small_operations
 
@@ -25,52 +30,111 @@ def run_observers(context: Context, passes: Sequence[ObserverPass], key: str) ->
     Returns:
         Products by pass name.
     """
-    observations = {p.name: p.start(context) for p in passes}
+    place = context.cache.working(key)
+    observations = {p.name: p.start(context, place / p.name if place else None) for p in passes}
+    run = _run_layers if context.recipe.model.loading == "layerwise" else _run_batches
+    with small_operations(context.device):
+        run(context, observations, key)
+    return {name: observation.finish() for name, observation in observations.items()}
+
+
+def _run_batches(context: Context, observations: dict[str, Observation], key: str) -> None:
     segments, batch = context.data.segments, context.recipe.data.batch
     done = _restore(context, observations, key)
     starts = list(range(0, segments.shape[0], batch))
-    with small_operations(context.device), context.progress.bar("trace", len(starts), done) as bar:
+    with context.progress.bar("trace", len(starts), done) as bar:
         for index in range(done, len(starts)):
             rows = range(starts[index], min(starts[index] + batch, segments.shape[0]))
             watch_batch(context, segments[rows.start : rows.stop], rows, list(observations.values()))
             bar.advance()
             if index + 1 < len(starts):
-                _save(context, observations, key, index + 1)
-    products = {name: observation.finish() for name, observation in observations.items()}
-    return products
+                state = _accumulators(observations)
+                context.cache.store_partial(key, {**state, "done": torch.tensor(index + 1)})
 
 
 def watch_batch(context: Context, tokens: torch.Tensor, rows: range, observations: Sequence[Observation]) -> None:
-    """One batch of segments `[B, T]` through the model, every layer's trace shown to the observations.
-
-    Observations with `runs_model` (they need gradients, or few segments) run the model themselves, once more.
-    """
-    plain = [o for o in observations if not getattr(o, "runs_model", False)]
+    """One batch of segments `[B, T]` through the model, every layer's trace shown to the observations."""
     tokens = tokens.to(context.model.device)
+    with torch.no_grad(), watching(context, observations, lambda: rows):
+        context.model.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+    for observation in observations:
+        if isinstance(observation, GradientObservation) and observation.kind == "gradient":
+            for segment in observation.wanted_segments(rows):
+                one = segment - rows.start
+                fisher_gradients(context, tokens[one : one + 1, : observation.tokens], segment, observation)
+
+
+@contextlib.contextmanager
+def watching(
+    context: Context, observations: Sequence[Observation], rows: Callable[[], range],
+    running: Callable[[], bool] = lambda: True,
+) -> Iterator[None]:  # fmt: skip
+    """Show what the model does to the observations while the context is open.
+
+    Args:
+        rows: the segments of the batch that is running.
+        running: see `LocalProbe`.
+    """
+    local = [o for o in observations if isinstance(o, GradientObservation) and o.kind == "local"]
+    probe = LocalProbe(local, context.recipe.seed, rows, running)
 
     def observer(layer: int, trace: DeltaTrace) -> None:
-        for observation in plain:
-            observation.observe(layer, trace, rows)
+        if not probe.busy:
+            for observation in observations:
+                observation.observe(layer, trace, rows())
 
-    if plain:
-        with torch.no_grad(), capture_delta_rule(context.model, observer, context.delta_rule):
-            context.model.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
-    for observation in observations:
-        if getattr(observation, "runs_model", False):
-            observation.run_model(tokens, rows)  # type: ignore[attr-defined]
+    with contextlib.ExitStack() as stack:
+        modules = stack.enter_context(capture_delta_rule(context.model, observer, context.delta_rule, probe.edit))
+        if local:
+            stack.enter_context(probe.attached(modules, blocks_of(context.model.model, modules)))
+        yield
 
 
-def _save(context: Context, observations: dict[str, Observation], key: str, done: int) -> None:
-    state = {f"{name}/{item}": tensor for name, o in observations.items() for item, tensor in o.state().items()}
-    context.cache.store_partial(key, {**state, "done": torch.tensor(done)})
+def _run_layers(context: Context, observations: dict[str, Observation], key: str) -> None:
+    runner, recipe = context.runner, context.recipe
+    last = context.geometry.layers[-1]
+    fresh = any(getattr(observation, "fresh", False) for observation in observations.values())
+    bars: list[Bar] = []
+
+    def restore(state: dict[str, torch.Tensor], layers: int) -> bool:
+        if fresh or not _put_back(observations, state):
+            return False
+        context.progress.say(f"resuming the trace at layer {layers}")
+        bars[0].skip(layers)
+        return True
+
+    def finished(_done: LayerDone) -> None:
+        bars[0].advance()
+
+    with context.progress.bar("trace, layers", last + 1) as bar:
+        bars.append(bar)
+        with watching(context, list(observations.values()), lambda: runner.rows, lambda: runner.inside):
+            runner.run(
+                context.data.segments, batch=recipe.data.batch, last_layer=last, on_layer=finished, key=key,
+                directory=context.cache.working(key), state=lambda: _accumulators(observations), restore=restore,
+            )  # fmt: skip
+
+
+def _accumulators(observations: dict[str, Observation]) -> dict[str, torch.Tensor]:
+    return {f"{name}/{item}": tensor for name, o in observations.items() for item, tensor in o.state().items()}
+
+
+def _put_back(observations: dict[str, Observation], saved: dict[str, torch.Tensor]) -> bool:
+    """Give every observation its accumulators; False (and nothing changed) where some are missing."""
+    if any(f"{name}/{item}" not in saved for name, o in observations.items() for item in o.state()):
+        return False
+    for name, observation in observations.items():
+        observation.restore({k.partition("/")[2]: v for k, v in saved.items() if k.startswith(f"{name}/")})
+    return True
 
 
 def _restore(context: Context, observations: dict[str, Observation], key: str) -> int:
+    """Batches done by an interrupted run whose accumulators and files are all there."""
     saved = context.cache.load_partial(key)
-    if saved is None:
+    if saved is None or any(getattr(observation, "fresh", False) for observation in observations.values()):
         return 0
-    for name, observation in observations.items():
-        observation.restore({k.partition("/")[2]: v for k, v in saved.items() if k.startswith(f"{name}/")})
+    if not _put_back(observations, saved):
+        return 0
     done = int(saved["done"])
     context.progress.say(f"resuming the trace after {done} batches")
     return done

@@ -14,6 +14,8 @@ even sample of every C-th update.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -65,7 +67,7 @@ class Transition:
     def wanted(self, context: Context) -> bool:
         return "transition" in (context.recipe.temporal.weight, context.recipe.spatial.impact)
 
-    def start(self, context: Context) -> TransitionObservation:
+    def start(self, context: Context, place: Path | None = None) -> TransitionObservation:
         return TransitionObservation(context)
 
 
