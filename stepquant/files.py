@@ -36,6 +36,10 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
+    except OSError as error:
+        raise ArtifactError(
+            f"{path} could not be written: {error.strerror or error}; check output and cache.dir, or free the disk"
+        ) from None
     finally:
         with suppress(FileNotFoundError):
             temporary.unlink()
