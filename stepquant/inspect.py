@@ -17,6 +17,7 @@ from stepquant.compare import compare_plans, comparison_tables
 from stepquant.errors import StepQuantError
 from stepquant.memory import SLOTS_PER_REQUEST
 from stepquant.plan import load_plan
+from stepquant.run_record import read_run, run_table
 from stepquant.summary import plain_console, plan_summary, print_summary, serving_memory, serving_rows, serving_table
 from stepquant.units import parse_bytes
 
@@ -29,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("plan", type=Path, help="artifact directory of stepquant.compile")
     parser.add_argument("other", type=Path, nargs="?", help="a second artifact to compare with")
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead of tables")
+    parser.add_argument("--passes", action="store_true", help="also print seconds and peak memory of every pass")
     parser.add_argument("--layers", action="store_true", help="also print the bits of every layer")
     parser.add_argument("--weights", type=_size, default=None, metavar="BYTES",
                         help="weights of one replica, e.g. 17776688128 or 16.56GiB (default 0)")  # fmt: skip
@@ -72,7 +74,10 @@ def _slots(text: str) -> int:
 
 def full_summary(args: argparse.Namespace) -> dict[str, Any]:
     """The plan's summary with the serving table of the given memory settings."""
-    summary = plan_summary(load_plan(args.plan))
+    plan = load_plan(args.plan)
+    summary = plan_summary(plan)
+    if (run := read_run(args.plan, plan.hash)) is not None:
+        summary["run"] = run
     weights = args.weights or 0
     summary["serving"] = serving_rows(summary, weights, args.slots, args.batch, args.context)
     if args.memory is not None:
@@ -98,6 +103,8 @@ def show(args: argparse.Namespace, console: Console) -> None:
         print(json.dumps(summary, indent=2, sort_keys=True))
         return
     print_summary(summary, console)
+    if args.passes and "run" in summary:
+        console.print(run_table(summary["run"]))
     if args.layers:
         console.print(layer_table(summary))
     console.print(serving_table(summary, args.weights or 0, args.slots, args.batch, args.context))

@@ -12,6 +12,7 @@ from stepquant.accounting import account, packable
 from stepquant.codec.spec import PIVOT
 from stepquant.memory import GIB, ServingMemory, window_bytes
 from stepquant.passes.context import Context
+from stepquant.passes.notes import geometry_notes
 from stepquant.plan import LayoutPlan
 from stepquant.units import format_bytes
 
@@ -51,6 +52,7 @@ def plan_summary(plan: LayoutPlan) -> dict[str, Any]:
         "budget": plan.budget,
         "predicted": plan.predicted,
         "settings": plan.settings,
+        "notes": [str(note) for note in plan.provenance.get("notes") or []],
         "provenance": plan.provenance,
         "plan_sha256": plan.hash,
         **account(plan).to_json(),
@@ -76,6 +78,7 @@ def dry_run_summary(context: Context, passes: list[str]) -> dict[str, Any]:
         "passes": passes, "window": {"length": recipe.window.length, "dtype": recipe.window.dtype},
         "bytes_per_running_request": window_bytes(g, recipe.window.length, recipe.window.dtype),
         "bytes_per_request": {"fp32": g.fp32_bytes}, "synthetic": context.synthetic,
+        "notes": geometry_notes(g),
     }  # fmt: skip
     if bits is not None:
         total = estimated_bytes(context, bits)
@@ -151,6 +154,8 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
         table.add_row("requests", f"{summary['concurrency']['plan']} (FP32 {summary['concurrency']['fp32']})")
     if "passes" in summary:
         table.add_row("would run", ", ".join(summary["passes"]))
+    for note in summary.get("notes", []):
+        table.add_row("note", note)
     console.print(table)
 
 

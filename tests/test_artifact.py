@@ -66,7 +66,7 @@ def test_an_error_in_the_middle_leaves_the_old_artifact(written, monkeypatch):
         return real(self, data)
 
     monkeypatch.setattr(Path, "write_bytes", full_disk)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(ArtifactError, match="could not be written: No space"):
         write_artifact(written, other, compose_recipe("tiny_gdn_6bit"), PRODUCTS, {})
     assert content(written) == before
 

@@ -20,6 +20,7 @@ from stepquant.passes.targets import check_budget, resolve_budget
 from stepquant.passes.verify import verify_plan
 from stepquant.plan import LayoutPlan, load_plan
 from stepquant.recipe import Recipe
+from stepquant.run_record import write_run
 from stepquant.summary import dry_run_summary, plan_summary, print_summary
 
 if TYPE_CHECKING:
@@ -74,7 +75,9 @@ def compile_recipe(recipe: Recipe, quiet: bool = False) -> Compiled:
         from stepquant.report import write_report  # plotly is needed here only
 
         write_report(directory)
-    summary = plan_summary(plan)
+    costs = [cost.to_json() for cost in progress.costs]
+    run = write_run(directory, plan.hash, costs, progress.reused)
+    summary = {**plan_summary(plan), "run": run}
     result = Compiled(plan, directory, summary, progress.ran, progress.reused, context.model_loaded)
     _report(result, recipe, quiet)
     return result

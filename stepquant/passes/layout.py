@@ -8,6 +8,7 @@ import torch
 
 from stepquant.passes.allocation import predicted_by_layer
 from stepquant.passes.context import Context
+from stepquant.passes.notes import plan_notes
 from stepquant.passes.pipeline import Pipeline, provenance
 from stepquant.plan import LayoutPlan, WindowSpec
 
@@ -31,6 +32,9 @@ def make_plan(context: Context, pipeline: Pipeline, base: LayoutPlan | None = No
     bits = allocation["bits"]
     predicted = dict(allocation.facts)
     predicted["by_layer"] = predicted_by_layer(context, pipeline, bits)
+    made = dict(base.provenance) if base else provenance(context)
+    shape = (made.get("data") or {}).get("segments") or [recipe.data.segments, recipe.data.length]
+    made["notes"], made["gate_sampling"] = plan_notes(context, pipeline, int(shape[1]))
     settings: dict[str, Any] = recipe.select(*SHAPING)
     settings["data"] = {k: v for k, v in settings["data"].items() if k != "path"}
     return LayoutPlan(
@@ -48,5 +52,5 @@ def make_plan(context: Context, pipeline: Pipeline, base: LayoutPlan | None = No
         budget={**settings["budget"], "pivots": recipe.pivots.count},
         predicted=predicted,
         settings=settings,
-        provenance=base.provenance if base else provenance(context),
+        provenance=made,
     )

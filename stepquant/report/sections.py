@@ -81,6 +81,7 @@ def compiled(evidence: Evidence) -> Markup:
         ("made with", ", ".join(f"{n} {provenance[n]}" for n in ("stepquant", "torch", "python") if n in provenance)),
         ("plan", plan.hash),
     ]  # fmt: skip
+    items += [("note", note) for note in summary["notes"]]
     settings = table("Every setting that shaped the plan", ["key", "value"], flat(plan.settings), text_columns=2)
     return section("compiled", "What was compiled", pairs(items),
                    Markup(f"<details><summary>all settings</summary>{settings}</details>"))  # fmt: skip
