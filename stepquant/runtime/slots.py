@@ -1,0 +1,293 @@
+"""Storage of packed states: one page a layer and slot, write windows of running requests, nothing in FP32.
+
+A slot is one request's recurrent state. All its layers lie end to end in one row of `pages`, so that clearing, copying
+and sending a slot to the host are one operation each, on packed bytes. Three integers stand beside each slot:
+
+- ROW: the entry of the window buffers that its running request owns, -1 for none (a cached prefix);
+- PHASE: the length of its text mod W;
+- PENDING: tokens that are in the window buffers and not yet in the page.
+
+Copying, forking and sending a slot away first folds what is pending (`flush`). Slot 0 is padding: batches that a CUDA
+graph pads point at it or carry -1, and no request ever owns it. Everything a decode step does is on the device and
+keeps its addresses, so that it can be captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepquant.errors import BackendError
+from stepquant.layout import PageLayout
+from stepquant.runtime.copies import advance, contain, copy_rows
+from stepquant.runtime.window import WindowBuffers, bytes_per_request
+
+ROW, PHASE, PENDING = 0, 1, 2
+PADDING_SLOT = 0
+
+
+@dataclass(frozen=True)
+class HostSlots:
+    """Slots on the host: packed pages uint8 `[n, slot_bytes]`, and their lengths mod W int32 `[n]`."""
+
+    pages: Tensor
+    phases: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the copy takes."""
+        return self.pages.nbytes + self.phases.nbytes
+
+
+@dataclass
+class _Step:
+    """What the layers of one decode step share."""
+
+    rows: Tensor
+    phases: Tensor
+    pending: Tensor
+
+
+class SlotStore:
+    """Pages of `slots` slots and the padding slot, on one device.
+
+    Args:
+        layout: pages of this rank.
+        kernels: `PackedKernels` or `ReferenceKernels` for the same layout.
+        slots: slots that requests and cached prefixes can own, numbered from 1.
+        requests: running requests at once, rows 1 to `requests` of the window buffers (row 0 is padding).
+        device: where pages and buffers live.
+
+    Raises:
+        BackendError: on counts below 1.
+    """
+
+    def __init__(self, layout: PageLayout, kernels: Any, slots: int, requests: int, device: torch.device | str) -> None:
+        if slots < 1 or requests < 1:
+            raise BackendError(f"a packed pool needs at least 1 slot and 1 request; got {slots} and {requests}")
+        self.layout, self.kernels, self.slots, self.requests = layout, kernels, slots, requests
+        self.device = torch.device(device)
+        self.window = int(kernels.spec.window)
+        self.slot_bytes = int(layout.layer_bytes.sum())
+        self.pages = torch.zeros(slots + 1, self.slot_bytes, dtype=torch.uint8, device=self.device)
+        self.table = torch.zeros(3, slots + 1, dtype=torch.int32, device=self.device)
+        self.table[ROW, 1:] = -1
+        ends = (layout.layer_offsets + layout.layer_bytes).tolist()
+        self._layers = [self.pages[:, i:j] for i, j in zip(layout.layer_offsets.tolist(), ends, strict=True)]
+        self.buffers: list[WindowBuffers] = []
+        if self.window > 1:
+            shared = torch.zeros(
+                requests + 1, kernels.spec.num_heads, kernels.spec.value_dim, dtype=torch.float32, device=self.device
+            )
+            self.buffers = [
+                WindowBuffers.allocate(kernels.spec, requests + 1, self.device, shared) for _ in self._layers
+            ]
+        self._step: _Step | None = None
+        self._lengths: Tensor | None = None
+        self._bad = torch.zeros(0, dtype=torch.bool, device=self.device)
+        self._nonfinite = torch.zeros(1, dtype=torch.int32, device=self.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool: pages of all slots and the padding slot, table and window buffers."""
+        return self.pages.nbytes + self.table.nbytes + self.window_bytes
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of the window buffers of all running requests and the padding row."""
+        if self.window == 1:
+            return 0
+        own = bytes_per_request(self.kernels.spec) * len(self.buffers) * (self.requests + 1)
+        return own + self.buffers[0].u_now.nbytes
+
+    @property
+    def nonfinite(self) -> int:
+        """States that were not finite, and were reset to zero, so far; waits for the device."""
+        return int(self._nonfinite)
+
+    def page(self, layer: int) -> Tensor:
+        """Pages of one layer, uint8 `[slots + 1, layer_bytes]`, a view with the slot's stride."""
+        return self._layers[layer]
+
+    def check(self, slots: Tensor) -> None:
+        """Refuse slots that nobody can own; reads them, so it waits for the device.
+
+        Raises:
+            BackendError: naming the first one that is out of range.
+        """
+        bad = slots[(slots < 1) | (slots > self.slots)]
+        if bad.numel():
+            raise BackendError(f"slot {int(bad.flatten()[0])} is out of range; expected 1 to {self.slots}")
+
+    # Slots that change owner
+
+    def clear(self, slots: Tensor) -> None:
+        """Make slots `[n]` what fresh ones are: a zero state, length 0, nothing pending, no running request."""
+        slots = slots.long()
+        self.pages.index_fill_(0, slots, 0)
+        self.table[ROW].index_fill_(0, slots, -1)
+        self.table[PHASE:].index_fill_(1, slots, 0)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy states `source [n]` to slots `target [n]`; the sets may overlap. Targets belong to no running request
+        afterwards."""
+        source, target = source.long(), target.long()
+        self.flush(source)
+        phases = self.table[PHASE, source]
+        self.pages[target] = self.pages[source]
+        self.table[ROW].index_fill_(0, target, -1)
+        self.table[PENDING].index_fill_(0, target, 0)
+        self.table[PHASE, target] = phases
+
+    def save(self, slots: Tensor) -> HostSlots:
+        """Packed copies of slots on the host; waits for the device."""
+        slots = slots.long()
+        self.flush(slots)
+        return HostSlots(self.pages[slots].cpu(), self.table[PHASE, slots].cpu())
+
+    def load(self, saved: HostSlots, slots: Tensor) -> None:
+        """Put `save`'s copies into slots, which belong to no running request afterwards.
+
+        Raises:
+            BackendError: if the copies are of another layout or another number of slots.
+        """
+        slots = slots.long()
+        if tuple(saved.pages.shape) != (slots.numel(), self.slot_bytes):
+            raise BackendError(
+                f"a host copy of {list(saved.pages.shape)} bytes cannot fill {slots.numel()} slots of {self.slot_bytes} "
+                "bytes; it was made with another plan"
+            )
+        self.pages[slots] = saved.pages.to(self.device)
+        self.table[ROW].index_fill_(0, slots, -1)
+        self.table[PENDING].index_fill_(0, slots, 0)
+        self.table[PHASE, slots] = saved.phases.to(self.device)
+
+    def flush(self, slots: Tensor) -> None:
+        """Fold everything pending into the pages of `slots`; the requests go on afterwards with the same phase."""
+        if self.window == 1:
+            return
+        index = slots.long().clamp(min=0)
+        state = self.table[:, index]
+        pending = torch.where(slots >= 0, state[PENDING], 0)
+        targets = torch.where(pending > 0, slots.int(), -1)
+        rows = state[ROW].clamp(min=0)
+        for layer, buffers in enumerate(self.buffers):
+            self.kernels.flush(layer, self.page(layer), targets, buffers, rows, state[PHASE], pending)
+        self.table[PENDING].index_fill_(0, index, 0)
+
+    def release(self, slots: Tensor) -> None:
+        """Take slots from their running requests, the state flushed: what stays is a cached prefix or free."""
+        self.flush(slots)
+        self.table[ROW].index_fill_(0, slots.long(), -1)
+
+    # Prefill
+
+    def begin_extend(self, slots: Tensor, rows: Tensor, prefixes: Tensor, lengths: Tensor) -> None:
+        """Before the layers of a prefill: requests take their window rows, fresh ones start from a zero state.
+
+        Args:
+            slots: int `[B]`, -1 or 0 for padding.
+            rows: int `[B]`, the running request's row, 1 to `requests`.
+            prefixes: int `[B]`, tokens that are in the state already (0: whatever the slot holds is another's).
+            lengths: int `[B]`, tokens after this prefill.
+        """
+        index = slots.long().clamp(min=0)
+        fresh = torch.where(prefixes == 0, index, PADDING_SLOT)
+        self.pages.index_fill_(0, fresh, 0)
+        self.table[PENDING].index_fill_(0, fresh, 0)
+        self.table[ROW, index] = torch.where(index > 0, rows.int(), 0)
+        self._lengths = torch.where(index > 0, lengths.int() % self.window, 0)
+        self._bad = torch.zeros(len(slots), dtype=torch.bool, device=self.device)
+
+    def read_states(self, layer: int, slots: Tensor, workspace: Tensor, v_first: bool = True) -> Tensor:
+        """States of slots, pending tokens folded in, as FP32 `[B, H, V, K]` (`[B, H, K, V]` without `v_first`)."""
+        if self.window > 1:
+            index = slots.long().clamp(min=0)
+            state = self.table[:, index]
+            pending = torch.where(slots > 0, state[PENDING], 0)
+            self.kernels.flush(
+                layer, self.page(layer), torch.where(pending > 0, slots.int(), -1), self.buffers[layer],
+                state[ROW].clamp(min=0), state[PHASE], pending,
+            )  # fmt: skip
+        return self.kernels.unpack(layer, self.page(layer), slots, workspace, v_first)
+
+    def write_states(self, layer: int, slots: Tensor, states: Tensor, v_first: bool = True) -> Tensor:
+        """Quantise dense states of any float dtype into slots. A state that is not finite becomes zero, so that nothing
+        of it gets into a page; the result `[B]` bool says which."""
+        states = states.float()
+        self.kernels.pack(layer, self.page(layer), slots, states, v_first)
+        bad = ~states.sum((1, 2, 3)).isfinite() & (slots > 0)
+        self.page(layer).index_fill_(0, torch.where(bad, slots.long(), PADDING_SLOT), 0)
+        return bad
+
+    def extend_layer(self, layer: int, slots: Tensor, states: Tensor, first: int = 0, v_first: bool = True) -> None:
+        """Keep what a prefill made of the states of one layer; after the last layer lengths are those of
+        `begin_extend` and nothing is pending.
+
+        Args:
+            slots: int `[n]`, a run of those of `begin_extend` from place `first` on.
+            states: FP32 `[n, H, V, K]`, or `[n, H, K, V]` without `v_first`.
+        """
+        if self._lengths is None:
+            raise BackendError("extend_layer without begin_extend")
+        here = slice(first, first + len(slots))
+        self._bad[here] |= self.write_states(layer, slots, states, v_first)
+        if layer == self.layout.num_layers - 1:
+            index = slots.long().clamp(min=0)
+            self.table[PHASE, index] = self._lengths[here]
+            self.table[PENDING].index_fill_(0, index, 0)
+            self._nonfinite += self._bad[here].sum().int()
+
+    def write_snapshots(self, layer: int, slots: Tensor, states: Tensor, last: bool) -> None:
+        """States `[n, H, V, K]` of whole chunks, kept for the prefix cache; `last` after the last layer. Chunks are
+        multiples of every window length, so a snapshot's phase is 0."""
+        self.write_states(layer, slots, states)
+        if last:
+            index = slots.long()
+            self.table[ROW].index_fill_(0, index, -1)
+            self.table[PHASE:].index_fill_(1, index, 0)
+
+    # Decode
+
+    def decode(
+        self, layer: int, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor,
+        dt_bias: Tensor, scale: float, out: Tensor, l2norm: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """One decode step of one layer; layers are called in order, the first and the last frame the step.
+
+        Arguments as `PackedKernels.step`; pages, window buffers and the table are updated, `out` is filled.
+        """
+        token, last = (q, k, v, a, b, A_log, dt_bias, scale, out), layer == self.layout.num_layers - 1
+        if self.window == 1:
+            self.kernels.step(layer, self.page(layer), slots, *token, l2norm=l2norm)
+            if last:
+                contain(out, slots, self.pages, self.table, self._nonfinite)
+            return out
+        if layer == 0:
+            state = self.table[:, slots.long().clamp(min=0)]
+            self._step = _Step(state[ROW].clamp(min=0), state[PHASE], state[PENDING])
+        step = self._step
+        if step is None:
+            raise BackendError(f"layer {layer} decodes before layer 0")
+        self.kernels.window_step(
+            layer, self.page(layer), slots, *token, buffers=self.buffers[layer], rows=step.rows, phases=step.phases,
+            pending=step.pending, l2norm=l2norm,
+        )  # fmt: skip
+        if last:
+            advance(self.table, slots, step.phases, step.pending, self.window)
+            contain(out, slots, self.pages, self.table, self._nonfinite)
+        return out
+
+    def track(self, source: Tensor, target: Tensor, mask: Tensor) -> None:
+        """Copy states `source[i]` to slots `target[i]` where `mask[i]`, inside a decode step and its CUDA graph.
+
+        Whole windows only: the caller tracks at lengths that are multiples of W, where nothing is pending.
+        """
+        copy_rows(self.pages, source, target, mask)
+        where = torch.where(mask & (source > 0), target.long(), PADDING_SLOT)
+        self.table[PHASE:].index_fill_(1, where, 0)
+        self.table[ROW].index_fill_(0, where, -1)
+        self.table[ROW, PADDING_SLOT] = 0
