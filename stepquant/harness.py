@@ -32,7 +32,7 @@ def run(config: Any) -> None:
     plan, progress = load_plan(settings.plan), Progress()
     variants = chosen_variants(settings, plan)
     manager = check_tasks(settings)
-    loaded = load_for_plan(settings.model, Path(settings.plan), plan, settings.any_checkpoint, progress)
+    loaded = load_for_plan(settings, plan, progress)
     with small_operations(loaded.device):
         rows = run_tasks(settings, manager, loaded, variants, progress)
     table = Table("variant", "bits/value", "W", "task", "metric", "value", "tokens an answer", "cut at the limit")

@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepquant.errors import ArtifactError, ModelError, RecipeError
+from stepquant.errors import ModelError, RecipeError
 from stepquant.evaluation.drift import DriftRun, VariantResult
 from stepquant.evaluation.metrics import paired_ratio
 from stepquant.evaluation.settings import AnalyseSettings, EvaluateSettings, HarnessSettings
@@ -19,6 +19,7 @@ from stepquant.files import write_text
 from stepquant.passes.cache import Cache
 from stepquant.passes.progress import Progress
 from stepquant.plan import LayoutPlan, load_plan
+from stepquant.plan_match import check_checkpoint
 from stepquant.small_operations import small_operations
 
 TRACE_BYTES = 8 * 2**30
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     import torch
 
     from stepquant.models.adapter import LoadedModel
-    from stepquant.recipe_sections import ModelSettings
 
 
 def evaluate(settings: EvaluateSettings, quiet: bool = False) -> list[dict[str, Any]]:
@@ -55,7 +55,7 @@ def _plan(settings: EvaluateSettings) -> LayoutPlan:
 
 def open_run(settings: EvaluateSettings | AnalyseSettings, plan: LayoutPlan, progress: Progress) -> DriftRun:
     """Model, text and cache of an evaluation."""
-    loaded = load_for_plan(settings.model, Path(str(settings.plan)), plan, settings.any_checkpoint, progress)
+    loaded = load_for_plan(settings, plan, progress)
     data = settings.data
     streams = load_streams(loaded, streams=settings.streams, prefill=settings.prefill, decode=settings.decode,
                            source=data.source, path=data.path, split=data.split, seed=data.seed)  # fmt: skip
@@ -109,37 +109,29 @@ def chosen_variants(settings: EvaluateSettings | HarnessSettings, plan: LayoutPl
 
 
 def load_for_plan(
-    model: ModelSettings, directory: Path, plan: LayoutPlan, any_checkpoint: bool, progress: Progress
+    settings: EvaluateSettings | AnalyseSettings | HarnessSettings, plan: LayoutPlan, progress: Progress
 ) -> LoadedModel:
-    """The checkpoint that a plan is for.
+    """The checkpoint that a plan is for, compared with it before it is loaded.
 
     Raises:
         ModelError: no path known.
-        ArtifactError: another checkpoint than the plan was made for, without ``any_checkpoint=true``.
+        ArtifactError: another checkpoint or weight format than the plan was made for, without
+            ``any_checkpoint=true`` or ``any_weight_format=true``.
     """
     import torch
 
     from stepquant.models.adapter import load_model
 
+    model, directory = settings.model, Path(str(settings.plan))
     path = model.path or _builtin_path(directory)
     if path is None:
         raise ModelError("model.path is not set, and a plan carries no paths; give model.path=/path/to/checkpoint")
+    check_checkpoint(plan, directory, path, weights=model.weights, any_checkpoint=settings.any_checkpoint,
+                     any_weight_format=settings.any_weight_format)  # fmt: skip
     device = model.device if model.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     progress.say(f"loading {path} on {device}")
-    loaded = load_model(path, device=device, dtype=model.dtype, device_map=model.device_map,
+    return load_model(path, device=device, dtype=model.dtype, device_map=model.device_map,
                         weights=model.weights, trust_remote_code=model.trust_remote_code)  # fmt: skip
-    if loaded.geometry != plan.geometry:
-        raise ArtifactError(
-            f"{directory} is for {plan.geometry.model_type} states {list(plan.bits.shape)}, {path} is a "
-            f"{loaded.geometry.model_type} with {loaded.geometry.num_delta_layers} delta-rule layers of "
-            f"{loaded.geometry.num_heads} heads"
-        )
-    if loaded.fingerprint != plan.fingerprint and not any_checkpoint:
-        raise ArtifactError(
-            f"{directory} was made for a checkpoint with fingerprint {plan.fingerprint[:23]}, {path} has "
-            f"{loaded.fingerprint[:23]}; a plan belongs to its weights: compile for these, or say any_checkpoint=true"
-        )
-    return loaded
 
 
 def _builtin_path(directory: Path) -> str | None:

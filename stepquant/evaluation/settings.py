@@ -47,6 +47,7 @@ class EvaluateSettings:
         layers: also measure state and readout errors of every layer.
         greedy: tokens to generate greedily after the prefill; 0 leaves it out.
         any_checkpoint: evaluate a plan on a checkpoint that it was not made for.
+        any_weight_format: evaluate a plan on a checkpoint whose weights are stored in another format.
         json: file for the rows.
     """
 
@@ -63,6 +64,7 @@ class EvaluateSettings:
     layers: bool = setting(False, flag)
     greedy: int = setting(0, integer(0))
     any_checkpoint: bool = setting(False, flag)
+    any_weight_format: bool = setting(False, flag)
     json: str | None = setting(None, optional(text))
     cache: CacheSettings = field(default_factory=CacheSettings)
 
@@ -92,6 +94,7 @@ class AnalyseSettings:
     output: str | None = setting(None, optional(text))
     figure: bool = setting(True, flag)
     any_checkpoint: bool = setting(False, flag)
+    any_weight_format: bool = setting(False, flag)
     cache: CacheSettings = field(default_factory=CacheSettings)
 
 
@@ -126,6 +129,7 @@ class HarnessSettings:
     path: str = setting("simulated", choice("simulated", "packed"))
     model: ModelSettings = field(default_factory=ModelSettings)
     any_checkpoint: bool = setting(False, flag)
+    any_weight_format: bool = setting(False, flag)
     seed: int = setting(0, integer(0))
     json: str | None = setting(None, optional(text))
 

@@ -48,7 +48,7 @@ def check_all(
     source: str = "builtin",
     data_path: str | Path | None = None,
     cache_dir: str | Path | None = None,
-    samples_per_layer: int = 64,
+    cache_bytes: int = 0,
 ) -> list[Check]:
     """All checks of a calibration run, in the order in which they would stop it.
 
@@ -61,7 +61,7 @@ def check_all(
         source: ``data.source``.
         data_path: ``data.path``.
         cache_dir: where the cache goes; None leaves the disk out.
-        samples_per_layer: state samples kept of each layer (for the disk space).
+        cache_bytes: what a run writes there.
 
     Returns:
         The checks; nothing is raised for a failed one. What depends on a failed check is left out.
@@ -83,14 +83,13 @@ def check_all(
             tensors = checkpoint_tensors(directory)
             size = sum(entry.size for entry in tensors.values())
             checks.append(_run("layers", lambda: check_gates(tensors, geometry)))
-            checks.append(_run("weights", lambda: _check_format(config, size)))
+            checks.append(_run("weights", lambda: _check_format(config, size, loading)))
         except ModelError as error:
             checks.append(Check("weights", False, str(error)))
         checks.append(_run("tokenizer", lambda: _check_tokenizer(directory)))
     checks.append(_run("device", lambda: _check_device(device, device_map, loading, size)))
     if cache_dir is not None:
-        need = samples_per_layer * geometry.fp32_bytes
-        checks.append(_run("disk", lambda: check_disk(Path(cache_dir), need)))
+        checks.append(_run("disk", lambda: check_disk(Path(cache_dir), cache_bytes)))
     checks.append(_run("data", lambda: check_data(source, data_path)))
     return checks
 
@@ -165,7 +164,7 @@ def check_disk(directory: Path, need: int) -> str:
     free = shutil.disk_usage(existing).free
     if free < need:
         raise ModelError(
-            f"cache.dir {str(directory)!r} has {free / GIB:.1f} GiB free, state samples take {need / GIB:.1f} GiB; "
+            f"cache.dir {str(directory)!r} has {free / GIB:.1f} GiB free, a run writes up to {need / GIB:.1f} GiB; "
             "choose another with cache.dir=DIR, or lower samples.per_layer"
         )
     return f"{free / GIB:.1f} GiB free, up to {need / GIB:.1f} GiB needed"
@@ -209,8 +208,10 @@ def _check_hub(name: str, subset: str) -> str:
     return f"{name} can be downloaded"
 
 
-def _check_format(config: Mapping[str, Any], size: int) -> str:
+def _check_format(config: Mapping[str, Any], size: int, loading: str) -> str:
     kind = weight_format(config)
+    if kind != "unquantised" and loading == "layerwise":
+        raise ModelError(f"the weights are {kind}; model.loading=layerwise takes unquantised ones, use whole")
     method = next((name for name in _NEEDED_PACKAGES if kind.startswith(name)), None)
     if method is not None and importlib.util.find_spec(_NEEDED_PACKAGES[method]) is None:
         package = _NEEDED_PACKAGES[method].replace("_", "-")

@@ -136,12 +136,13 @@ def _preflight(context: Context) -> list[Check]:
     if recipe.calibration == "synthetic" or recipe.reuse or recipe.model.path is None:
         return []
     from stepquant.models.checks import check_all
+    from stepquant.passes.trace import trace_bytes
 
     model, data = recipe.model, recipe.data
     return check_all(
         str(model.path), weights=model.weights, loading=model.loading, device=model.device, device_map=model.device_map,
         source=data.source, data_path=data.path, cache_dir=recipe.cache.dir if recipe.cache.enabled else None,
-        samples_per_layer=recipe.samples.per_layer,
+        cache_bytes=trace_bytes(context),
     )  # fmt: skip
 
 

@@ -62,8 +62,8 @@ def geometry_notes(geometry: Geometry) -> list[str]:
     if geometry.beta_max <= 1:
         return []
     return [
-        f"negative eigenvalues: beta reaches {geometry.beta_max:g}, so the contraction bound of the paper (proposition 1) "
-        "does not hold; costs are measured, not bounded: evaluate the plan before serving it"
+        f"negative eigenvalues: beta reaches {geometry.beta_max:g}, so the paper's contraction argument does "
+        "not hold; costs are measured, not bounded: evaluate the plan before serving it"
     ]
 
 

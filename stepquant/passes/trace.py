@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from stepquant.models.capture import DeltaTrace, capture_delta_rule
-from stepquant.models.layerwise import LayerDone
 from stepquant.passes.context import Context
 from stepquant.passes.gradients import GradientObservation, LocalProbe, blocks_of, fisher_gradients
 from stepquant.passes.progress import Bar
 from stepquant.passes.protocol import Observation, ObserverPass, Product
+from stepquant.passes.rollout_traces import trace_fields
+from stepquant.passes.spill import spilled_bytes
+from stepquant.passes.state_samples import sample_fields
 from stepquant.small_operations import small_operations
+
+if TYPE_CHECKING:
+    from stepquant.models.layerwise import LayerDone
 
 
 def run_observers(context: Context, passes: Sequence[ObserverPass], key: str) -> dict[str, Product]:
@@ -36,6 +42,21 @@ def run_observers(context: Context, passes: Sequence[ObserverPass], key: str) ->
     with small_operations(context.device):
         run(context, observations, key)
     return {name: observation.finish() for name, observation in observations.items()}
+
+
+def trace_bytes(context: Context) -> int:
+    """Bytes that a trace writes to the cache: state samples, inputs of rollouts, hidden states between layers."""
+    from stepquant.models.checkpoint import read_config
+    from stepquant.models.families import text_config
+
+    recipe, geometry = context.recipe, context.geometry
+    total = spilled_bytes(geometry.num_delta_layers, sample_fields(recipe, geometry))
+    if recipe.temporal.weight == "rollout":
+        total += spilled_bytes(geometry.num_delta_layers, trace_fields(recipe, geometry))
+    if recipe.model.loading == "layerwise":
+        width = int(text_config(read_config(str(recipe.model.path))).get("hidden_size") or 0)
+        total += 4 * recipe.data.segments * recipe.data.length * width
+    return total
 
 
 def _run_batches(context: Context, observations: dict[str, Observation], key: str) -> None:

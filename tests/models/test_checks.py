@@ -57,12 +57,13 @@ def test_layers_and_heads_come_from_the_tensors(checkpoint, tmp_path):
 
 def test_dimensions_disk_data_device_and_format(checkpoint, tmp_path):
     path = change(checkpoint, tmp_path, linear_key_head_dim=24, quantization_config={"quant_method": "awq", "bits": 4})
-    found = failed(check_all(path, source="file", device="cuda:7", cache_dir=tmp_path, samples_per_layer=10**12))
+    found = failed(check_all(path, source="file", device="cuda:7", cache_dir=tmp_path, cache_bytes=10**18))
     assert "24 x 16; the packed layout takes multiples of 16" in found["dimensions"]
-    assert "state samples take" in found["disk"]
+    assert "a run writes up to 931322574.6 GiB" in found["disk"]
     assert "needs data.path" in found["data"]
     assert "model.device=cpu" in found["device"] or "CUDA device(s)" in found["device"]
     assert "awq-4bit" in found["weights"]
+    assert "model.loading=layerwise takes unquantised" in failed(check_all(path, loading="layerwise"))["weights"]
 
 
 def test_unknown_model_stops_at_the_config(tmp_path):

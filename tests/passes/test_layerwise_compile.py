@@ -171,6 +171,27 @@ def test_what_needs_the_whole_model_is_refused_by_name(checkpoints, text, tmp_pa
         open_pipeline(path, text, tmp_path, "layerwise")
 
 
+def test_what_a_trace_writes_is_what_was_announced(checkpoints, text, tmp_path, monkeypatch):
+    """The dry run's figure against the files of a run that is interrupted at its end."""
+    from stepquant.passes import trace
+
+    monkeypatch.setattr(layerwise, "PROGRESS_FILE", "progress.safetensors")
+    pipeline = open_pipeline(checkpoints("qwen3_5"), text, tmp_path, "layerwise")
+    original = layerwise.LayerwiseModel._apply
+
+    def apply(self, index, *args, **kwargs):
+        if index == 2:
+            raise KeyboardInterrupt
+        return original(self, index, *args, **kwargs)
+
+    monkeypatch.setattr(layerwise.LayerwiseModel, "_apply", apply)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.run()
+    written = sum(file.stat().st_size for file in (tmp_path / "partial").rglob("*.safetensors"))
+    announced = trace.trace_bytes(pipeline.context)
+    assert announced < written < announced + 8192  # headers and accumulators
+
+
 def test_random_weights_layer_by_layer(checkpoints, text, tmp_path):
     sections = {"model": {"weights": "random:5"}}
     expected = open_pipeline(checkpoints("kimi_linear"), text, tmp_path / "a", model={"weights": "random:5"})

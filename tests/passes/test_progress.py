@@ -27,9 +27,8 @@ def test_peaks_are_of_the_pass_and_of_those_inside_it():
     progress = Progress(quiet=True)
     with progress.step("before"):
         torch.ones(300 * MIB // 4)
-    with progress.step("outer"):
-        with progress.step("inner"):
-            torch.ones(200 * MIB // 4)
+    with progress.step("outer"), progress.step("inner"):
+        torch.ones(200 * MIB // 4)
     with progress.step("after", tokens=10):
         pass
     before, inner, outer, after = (cost.memory.host for cost in progress.costs)
