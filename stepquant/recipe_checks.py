@@ -100,6 +100,17 @@ def one_of(*allowed: int) -> Check:
     return check
 
 
+def number_or(word: str, check: Check) -> Check:
+    """A number that passes `check`, or the word."""
+
+    def either(key: str, value: Any) -> Any:
+        if isinstance(value, str) and value != word:
+            raise RecipeError(f"{key} is {value!r}; expected a number or {word!r}{closest(value, [word])}")
+        return value if value == word else check(key, value)
+
+    return either
+
+
 def text(key: str, value: Any) -> str:
     """A string that is not empty; numbers written bare (a directory called 6) are taken as strings."""
     if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():

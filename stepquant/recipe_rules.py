@@ -123,6 +123,11 @@ def check(recipe: Recipe) -> None:
     """
     _check_model(recipe)
     _check_budget(recipe)
+    if recipe.window.length == "auto" and (recipe.budget.bits is not None or recipe.allocation.mode == "uniform"):
+        raise RecipeError(
+            "window.length is 'auto', which trades bits against the buffers of a running request, but nothing bounds "
+            "their sum; give budget.bytes_per_request or budget.concurrency (allocation.mode=mixed), or a length"
+        )
     if recipe.allocation.mode == "uniform":
         _check_uniform(recipe)
     elif recipe.spatial.codec in _FIXED_BITS:

@@ -15,6 +15,7 @@ from stepquant.recipe_checks import (
     integer,
     listed,
     number,
+    number_or,
     one_of,
     optional,
     pattern,
@@ -140,10 +141,18 @@ class SolverSettings:
 
 @dataclass(frozen=True)
 class WindowSettings:
-    """Write window: the state is requantised once in ``length`` tokens, pending ones kept in ``dtype``."""
+    """Write window: the state is requantised once in ``length`` tokens, pending ones kept in ``dtype``.
 
-    length: int = setting(1, one_of(1, 2, 4, 8, 16))
+    ``length=auto`` leaves the choice to the solver, together with the bits, under a target in bytes or requests.
+    """
+
+    length: int | str = setting(1, number_or("auto", one_of(1, 2, 4, 8, 16)))
     dtype: str = setting("fp16", choice("fp16", "bf16", "int8", "fp32"))
+
+    @property
+    def tokens(self) -> int:
+        """W; 1, with nothing pending, while the solver has yet to choose."""
+        return 1 if isinstance(self.length, str) else self.length
 
 
 @dataclass(frozen=True)

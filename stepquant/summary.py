@@ -76,7 +76,7 @@ def dry_run_summary(context: Context, passes: list[str]) -> dict[str, Any]:
         "units": g.num_delta_layers * g.num_heads * (g.key_dim if context.unit == "row" else 1),
         "codec": {"kind": context.codec.kind, "codebook": context.codec.codebook, "refits": context.codec.refits},
         "passes": passes, "window": {"length": recipe.window.length, "dtype": recipe.window.dtype},
-        "bytes_per_running_request": window_bytes(g, recipe.window.length, recipe.window.dtype),
+        "bytes_per_running_request": window_bytes(g, recipe.window.tokens, recipe.window.dtype),
         "bytes_per_request": {"fp32": g.fp32_bytes}, "synthetic": context.synthetic,
         "notes": geometry_notes(g),
     }  # fmt: skip
@@ -142,7 +142,8 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
         )
     window = summary["window"]
     running = summary["bytes_per_running_request"]
-    table.add_row("write window", f"{window['length']} token(s)"
+    chosen = "chosen by the solver" if window["length"] == "auto" else f"{window['length']} token(s)"
+    table.add_row("write window", chosen
                   + (f" in {window['dtype']}, {running:,} bytes a running request" if running else ""))  # fmt: skip
     predicted = summary.get("predicted", {})
     if "solver" in predicted:
@@ -150,6 +151,9 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
         cost = predicted.get("predicted_cost_per_token", float("nan"))
         table.add_row("solver", f"{predicted['solver']}, {predicted.get('status', '-')}{proof}; predicted cost a token "
                       f"{cost:.3g}")  # fmt: skip
+    for tried in predicted.get("windows", []):
+        table.add_row(f"  W = {tried['window']}", f"{tried['bits']:.4f} bits a value would cost "
+                      f"{tried['predicted_cost_per_token']:.3g} a token")  # fmt: skip
     if "concurrency" in summary:
         table.add_row("requests", f"{summary['concurrency']['plan']} (FP32 {summary['concurrency']['fp32']})")
     if "passes" in summary:

@@ -8,9 +8,15 @@ import torch
 from stepquant.accounting import account, byte_count, packable, page_layout
 from stepquant.codec.spec import CodecSpec
 from stepquant.codegen.spec import KernelSpec
-from stepquant.errors import InfeasibleError
+from stepquant.config import compose_recipe
+from stepquant.errors import InfeasibleError, RecipeError
 from stepquant.geometry import Geometry
 from stepquant.memory import GIB, SLOTS_PER_REQUEST, ServingMemory, window_bytes
+from stepquant.passes.context import Context
+from stepquant.passes.layout import make_plan
+from stepquant.passes.pipeline import Pipeline
+from stepquant.passes.progress import Progress
+from stepquant.passes.targets import choose_window
 from stepquant.runtime.window import WindowBuffers, bytes_per_request
 from stepquant.summary import plan_summary, serving_memory, serving_rows
 from tests.plans import small_plan, synthetic_plan
@@ -170,3 +176,50 @@ def test_baselines_are_counted_too(kind, bits, scales):
     assert (count.codes, count.padding, count.allocated) == (8 * 512 * bits // 8, 0, count.total)
     assert count.scales == scales
     assert count.pivots == 0
+
+
+def solved_for(*overrides: str):
+    """A synthetic plan compiled for a target, with what the solver tried."""
+    recipe = compose_recipe("tiny_gdn_6bit", ["calibration=synthetic", "cache.enabled=false", *overrides])
+    context = Context.open(recipe, Progress(quiet=True))
+    pipeline, windows = choose_window(Pipeline(context))
+    return make_plan(pipeline.context, pipeline, windows=windows)
+
+
+def test_solver_chooses_bits_and_window_together():
+    """The least predicted cost of all lengths, each with the bits that fit beside its buffers."""
+    target = 640 * 2**10
+    plan = solved_for("window.length=auto", f"budget.bytes_per_request={target}")
+    tried = {row["window"]: row for row in plan.predicted["windows"]}
+    assert list(tried) == [1, 2, 4, 8, 16]
+    assert [row["bits"] for row in tried.values()] == sorted((row["bits"] for row in tried.values()), reverse=True)
+    assert tried[plan.window.length]["predicted_cost_per_token"] == min(
+        row["predicted_cost_per_token"] for row in tried.values()
+    )
+    assert 1 < plan.window.length < 16  # neither extreme: there was something to weigh
+    figures = account(plan)
+    assert 0.98 * target < figures.slot.allocated + figures.running <= target
+    for length in (2, 16):
+        alone = solved_for(f"window.length={length}", f"budget.bytes_per_request={target}")
+        assert alone.predicted["predicted_cost_per_token"] == pytest.approx(tried[length]["predicted_cost_per_token"])
+        assert "windows" not in alone.predicted
+
+
+def test_window_is_weighed_for_a_concurrency_too():
+    """More slots a request make buffers cheaper beside them: the chosen window grows."""
+    memory = ("budget.gpu_memory=1GiB", "budget.weights_bytes=100MiB", "window.length=auto")
+    one = solved_for("budget.concurrency=1400", "budget.strategy=off", "budget.context_length=1", *memory)
+    five = solved_for("budget.concurrency=300", "budget.strategy=extra_buffer", "budget.context_length=1", *memory)
+    assert one.window.length <= five.window.length
+    assert one.predicted["windows"] != five.predicted["windows"]
+
+
+@pytest.mark.parametrize("override", ["budget.bits=5", "allocation.mode=uniform"])
+def test_automatic_window_needs_a_target_it_can_be_weighed_against(override):
+    with pytest.raises(RecipeError, match=r"window\.length is 'auto'"):
+        compose_recipe("qwen_6bit", ["calibration=synthetic", "model=qwen3_8_27b", "window.length=auto", override])
+
+
+def test_buffers_larger_than_the_target_are_named():
+    with pytest.raises(InfeasibleError, match=r"buffers of window\.length=16 alone take"):
+        solved_for("window.length=16", "budget.bytes_per_request=128KiB")

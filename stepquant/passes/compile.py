@@ -16,7 +16,7 @@ from stepquant.passes.context import Context
 from stepquant.passes.layout import make_plan
 from stepquant.passes.pipeline import Pipeline, passes_for
 from stepquant.passes.progress import Progress
-from stepquant.passes.targets import check_budget, resolve_budget
+from stepquant.passes.targets import check_budget, choose_window
 from stepquant.passes.verify import verify_plan
 from stepquant.plan import LayoutPlan, load_plan
 from stepquant.recipe import Recipe
@@ -62,10 +62,10 @@ def compile_recipe(recipe: Recipe, quiet: bool = False) -> Compiled:
         return _dry_run(context, quiet)
     given, base_key = read_tables(Path(str(recipe.reuse))) if recipe.reuse else ({}, None)
     pipeline = Pipeline(context, given, base_key)
-    pipeline = resolve_budget(pipeline)
+    pipeline, windows = choose_window(pipeline)
     context = pipeline.context
     pipeline.run()
-    plan = make_plan(context, pipeline, base)
+    plan = make_plan(context, pipeline, base, windows)
     verify_plan(context, plan)
     directory = Path(str(recipe.output))
     write_artifact(directory, plan, context.recipe, pipeline.artifact_products(), pipeline.base_key)

@@ -50,7 +50,7 @@ def cost_table(context: Context, products: Products, source: str = "distortion")
 
 def cost_per_token(context: Context, cost: float) -> float:
     """A cost of `cost_table` a token: rollouts measure it with the window, other costs are a requantisation's."""
-    return cost if context.recipe.temporal.weight == "rollout" else cost / context.recipe.window.length
+    return cost if context.recipe.temporal.weight == "rollout" else cost / context.recipe.window.tokens
 
 
 def unit_table(context: Context, table: Tensor) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,16 +23,21 @@ def permutation(bits: torch.Tensor) -> torch.Tensor:
     return order.sort(dim=-1, descending=True, stable=True).indices.to(torch.int16)
 
 
-def make_plan(context: Context, pipeline: Pipeline, base: LayoutPlan | None = None) -> LayoutPlan:
+def make_plan(
+    context: Context, pipeline: Pipeline, base: LayoutPlan | None = None, windows: Sequence[Mapping[str, Any]] = ()
+) -> LayoutPlan:
     """The plan of a pipeline's allocation.
 
     Args:
         base: the plan of a reused artifact, whose model identity is carried over.
+        windows: what each window length would have given, where the solver chose it.
     """
     recipe, allocation = context.recipe, pipeline["allocation"]
     bits = allocation["bits"]
     predicted = dict(allocation.facts)
     predicted["by_layer"] = predicted_by_layer(context, pipeline, bits)
+    if windows:
+        predicted["windows"] = [dict(tried) for tried in windows]
     made = dict(base.provenance) if base else provenance(context)
     shape = (made.get("data") or {}).get("segments") or [recipe.data.segments, recipe.data.length]
     made["notes"], made["gate_sampling"] = plan_notes(context, pipeline, int(shape[1]))
@@ -45,7 +51,7 @@ def make_plan(context: Context, pipeline: Pipeline, base: LayoutPlan | None = No
         w=pipeline["row_weights"]["w"],
         permutation=permutation(bits),
         granularity=recipe.allocation.granularity,
-        window=WindowSpec(recipe.window.length, recipe.window.dtype),  # type: ignore[arg-type]
+        window=WindowSpec(recipe.window.tokens, recipe.window.dtype),  # type: ignore[arg-type]
         fingerprint=base.fingerprint if base else context.fingerprint,
         weight_format=base.weight_format if base else context.weight_format,
         synthetic=base.synthetic if base else context.synthetic,

@@ -110,7 +110,7 @@ class SyntheticRollout(_Synthetic):
 
     def run(self, context: Context, products: Products) -> Product:
         error, omega = products["distortion"]["row_error"], products["row_impact"]["omega"]
-        rows = error * (omega * context.geometry.value_dim / context.recipe.window.length).unsqueeze(-1)
+        rows = error * (omega * context.geometry.value_dim / context.recipe.window.tokens).unsqueeze(-1)
         return Product({"rows": rows, "heads": rows.sum(2)}, products["distortion"].facts)
 
 

@@ -1,4 +1,4 @@
-"""Targets as users think of them: bytes of a slot, or requests that must fit, become bits a value (design 2.4, eq. 24).
+"""Targets as users think of them: bytes or requests that must fit become bits a value (design 2.4, eq. 24).
 
 The largest nominal budget whose solved layout still fits is found by bisection over exact solves; every probe reads the
 same tables, so a target costs a few solves and nothing else.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,11 @@ from stepquant.layout import KERNEL_GRANULARITY, PageLayout
 from stepquant.memory import GIB, ServingMemory, window_bytes
 from stepquant.passes.allocation import PIVOT_CHARGE
 from stepquant.passes.context import Context
+from stepquant.passes.costs import cost_per_token
 from stepquant.passes.pipeline import Pipeline
+from stepquant.passes.progress import Progress
+from stepquant.plan import WINDOW_LENGTHS
+from stepquant.recipe import Recipe
 
 RESOLUTION = 1 / 256  # bits a value
 
@@ -33,6 +38,9 @@ def resolve_budget(pipeline: Pipeline) -> Pipeline:
     if budget.target == "bits":
         return pipeline
     target = slot_target(context)
+    for need in pipeline.passes["allocation"].needs:  # before the probes, which report nothing
+        if need in pipeline.passes:
+            pipeline[need]
     low, high = smallest_bits(context), 8.0
     smallest = _bytes_at(pipeline, low)
     if smallest is None or smallest > target:
@@ -49,6 +57,39 @@ def resolve_budget(pipeline: Pipeline) -> Pipeline:
         low, high = (middle, high) if size is not None and size <= target else (low, middle)
     context.progress.say(f"budget.{budget.target}: {target:,} bytes a slot give {low:.4f} bits a value")
     return _with_bits(pipeline, low)
+
+
+def choose_window(pipeline: Pipeline) -> tuple[Pipeline, list[dict[str, Any]]]:
+    """The pipeline with ``budget.bits`` and ``window.length`` decided, and what every length would have given.
+
+    A longer window takes bytes from the slots and adds noise less often; the predicted cost of the plan that fits at
+    each length decides. With ``window.length`` given there is nothing to choose.
+
+    Raises:
+        InfeasibleError: no length leaves room for a plan.
+    """
+    if pipeline.context.recipe.window.length != "auto":
+        return resolve_budget(pipeline), []
+    tried: list[dict[str, Any]] = []
+    best, refusal = None, None
+    for length in WINDOW_LENGTHS:
+        recipe = pipeline.context.recipe
+        candidate = _with_recipe(pipeline, replace(recipe, window=replace(recipe.window, length=length)))
+        try:
+            solved = resolve_budget(candidate)
+        except InfeasibleError as error:
+            refusal = refusal or error
+            continue
+        cost = cost_per_token(solved.context, float(solved["allocation"].facts["cost"]))
+        bits = solved.context.recipe.budget.bits
+        tried.append({"window": length, "bits": bits, "predicted_cost_per_token": cost})
+        solved.context.progress.say(f"window.length={length}: {bits:.4f} bits a value, predicted cost {cost:.3g}")
+        if best is None or cost < best[0]:
+            best = cost, solved
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best[1], tried
 
 
 def check_budget(context: Context) -> None:
@@ -84,7 +125,13 @@ def slot_target(context: Context) -> int:
     """Bytes of state that a slot may take under the recipe's target."""
     budget, g = context.recipe.budget, context.geometry
     if budget.bytes_per_request is not None:
-        return budget.bytes_per_request
+        running = window_bytes(g, context.recipe.window.tokens, context.recipe.window.dtype)
+        if running >= budget.bytes_per_request:
+            raise InfeasibleError(
+                f"budget.bytes_per_request is {budget.bytes_per_request:,}, but the buffers of window.length="
+                f"{context.recipe.window.tokens} alone take {running:,}; raise it, or lower window.length"
+            )
+        return budget.bytes_per_request - running
     assert budget.concurrency is not None
     assert budget.gpu_memory is not None
     memory = serving_memory(context, slot=0)
@@ -103,7 +150,7 @@ def serving_memory(context: Context, slot: int) -> ServingMemory:
     weights = budget.weights_bytes
     if weights is None:
         weights = checkpoint_bytes(str(context.recipe.model.path))
-    running = window_bytes(g, window.length, window.dtype)
+    running = window_bytes(g, window.tokens, window.dtype)
     return ServingMemory(weights, slot, g.kv_bytes_per_token, budget.slots_per_request, running)
 
 
@@ -118,7 +165,12 @@ def checkpoint_bytes(path: str) -> int:
 
 def _with_bits(pipeline: Pipeline, bits: float) -> Pipeline:
     recipe = pipeline.context.recipe
-    context = replace(pipeline.context, recipe=replace(recipe, budget=replace(recipe.budget, bits=bits)))
+    return _with_recipe(pipeline, replace(recipe, budget=replace(recipe.budget, bits=bits)))
+
+
+def _with_recipe(pipeline: Pipeline, recipe: Recipe) -> Pipeline:
+    """A pipeline of another recipe that keeps every product the change does not concern."""
+    context = replace(pipeline.context, recipe=recipe)
     for name, value in vars(pipeline.context).items():  # what was found lazily stays found
         vars(context).setdefault(name, value)
     other = Pipeline(context, pipeline.given, pipeline.base_key)
@@ -130,6 +182,7 @@ def _with_bits(pipeline: Pipeline, bits: float) -> Pipeline:
 def _bytes_at(pipeline: Pipeline, bits: float) -> int | None:
     """Allocated bytes of the plan at `bits` a value, None where no assignment meets it."""
     probe = _with_bits(pipeline, bits)
+    probe.context.progress = Progress(quiet=True)
     try:
         map_: torch.Tensor = probe["allocation"]["bits"]
     except InfeasibleError:
