@@ -114,6 +114,7 @@ def load_for_plan(
     """The checkpoint that a plan is for, compared with it before it is loaded.
 
     Raises:
+        RecipeError: one layer at a time.
         ModelError: no path known.
         ArtifactError: another checkpoint or weight format than the plan was made for, without
             ``any_checkpoint=true`` or ``any_weight_format=true``.
@@ -123,6 +124,11 @@ def load_for_plan(
     from stepquant.models.adapter import load_model
 
     model, directory = settings.model, Path(str(settings.plan))
+    if model.loading == "layerwise":
+        raise RecipeError(
+            "model.loading is 'layerwise', but decoding reads every layer for every token; leave model.loading out, or "
+            "spread the model over several GPUs with model.device_map=auto"
+        )
     path = model.path or _builtin_path(directory)
     if path is None:
         raise ModelError("model.path is not set, and a plan carries no paths; give model.path=/path/to/checkpoint")

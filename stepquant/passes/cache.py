@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,21 @@ class Cache:
         """Keep accumulators of a run in progress."""
         if self.enabled:
             write_tensors(self.path("partial", key) / TENSORS, state)
+
+    def drop_stale(self, days: float = 7.0) -> list[str]:
+        """Delete what interrupted runs left that nobody has taken up for `days`: state samples of a large model are
+        10 GiB and more. Returns the names of the deleted directories."""
+        if not self.enabled or not (self.directory / "partial").is_dir():
+            return []
+        oldest = time.time() - 86400 * days
+        stale = []
+        for path in (self.directory / "partial").iterdir():
+            with suppress(OSError):
+                newest = max(p.stat().st_mtime for p in (path, *path.rglob("*")))
+                if newest < oldest:
+                    shutil.rmtree(path, ignore_errors=True)
+                    stale.append(path.name)
+        return stale
 
     def drop_partial(self, key: str) -> None:
         """Forget the accumulators of a run that is done."""

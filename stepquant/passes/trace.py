@@ -37,6 +37,8 @@ def run_observers(context: Context, passes: Sequence[ObserverPass], key: str) ->
         Products by pass name.
     """
     place = context.cache.working(key)
+    if stale := context.cache.drop_stale():
+        context.progress.say(f"deleted what {len(stale)} runs had left that were interrupted over a week ago")
     observations = {p.name: p.start(context, place / p.name if place else None) for p in passes}
     run = _run_layers if context.recipe.model.loading == "layerwise" else _run_batches
     with small_operations(context.device):

@@ -95,6 +95,7 @@ def test_workers_share_the_work_and_change_nothing(loaded: LoadedModel, director
         ("any_checkpoint=false", "a plan belongs to its weights"),
         ("plan=null", "plan is not given"),
         ("model.device=tpu", "model.device"),
+        ("model.loading=layerwise", "decoding reads every layer"),
     ],
 )
 def test_mistakes_are_named(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 
 import pytest
 import torch
@@ -82,6 +83,19 @@ def test_the_cache_takes_the_files_over_and_refuses_damaged_ones(tmp_path):
     file.write_bytes(data)
     assert cache.load("p", "key") is None
     assert not cache.has("p", "key")
+
+
+def test_only_what_was_left_for_a_week_is_deleted(tmp_path):
+    cache = Cache(tmp_path)
+    for name in ("old", "new", "touched"):
+        fill(LayerStore(cache.working(name) / "p", 1, FIELDS, "rows"), 1)
+    for name in ("old", "touched"):
+        for path in (cache.working(name), *cache.working(name).rglob("*")):
+            os.utime(path, (0, time.time() - 8 * 86400))
+    os.utime(cache.working("touched") / "p" / "0.safetensors")
+    assert cache.drop_stale() == ["old"]
+    assert sorted(path.name for path in (tmp_path / "partial").iterdir()) == ["new", "touched"]
+    assert Cache(tmp_path / "none").drop_stale() == []
 
 
 def test_low_space_is_refused_before_anything_runs(tmp_path, monkeypatch):
