@@ -28,6 +28,11 @@ class PackedPool(SlotStore):
         """Slots that nobody owns."""
         return len(self._free)
 
+    @property
+    def owned(self) -> frozenset[int]:
+        """Slots that somebody owns."""
+        return frozenset(self._owned)
+
     def alloc(self, count: int) -> Tensor | None:
         """`count` clean slots as int64 `[count]` on the pool's device, or None where so many are not free."""
         if count > len(self._free):

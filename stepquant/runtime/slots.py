@@ -290,4 +290,4 @@ class SlotStore:
         where = torch.where(mask & (source > 0), target.long(), PADDING_SLOT)
         self.table[PHASE:].index_fill_(1, where, 0)
         self.table[ROW].index_fill_(0, where, -1)
-        self.table[ROW, PADDING_SLOT] = 0
+        self.table[ROW, PADDING_SLOT].zero_()

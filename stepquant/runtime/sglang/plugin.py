@@ -58,10 +58,12 @@ def functions(state: PluginState) -> dict[str, Callable[..., Any]]:
     """The plugin's functions by the names of the version table."""
     from stepquant.runtime.sglang import backend, metrics, pool, sizing
 
-    clearing = pool.clear_allocated if state.version.targets["clear"].path.endswith(".alloc") else pool.clear_slots
+    targets = state.version.targets
+    clearing = pool.clear_allocated if targets["clear"].path.endswith(".alloc") else pool.clear_slots
+    finishing = pool.finished if targets["finished"].path.endswith(".cache_finished_req") else pool.checkpoint
     return {
         "pool": pool.build, "layer_cache": pool.layer_cache, "clear": clearing, "copy": pool.copy, "save": pool.save,
-        "load": pool.load, "finished": pool.finished, "forward_metadata": backend.forward_metadata,
+        "load": pool.load, "finished": finishing, "forward_metadata": backend.forward_metadata,
         "track_decode": backend.track_decode, "track_extend": backend.track_extend, "gdn": backend.gdn_dispatcher,
         "kda": backend.kda_dispatcher, "sizing": sizing.size_states, "arguments": check_server,
         "internal_state": metrics.internal_state,

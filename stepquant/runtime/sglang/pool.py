@@ -178,12 +178,27 @@ def load(original: Callable[..., Any], self: Any, mamba_cache_cpu: Any, indices:
 
 
 def finished(original: Callable[..., Any], self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """`cache_finished_req` of the prefix cache: the request's slot may stay as a cached prefix, so nothing of it may be
-    left in the window buffers, which the next request takes over."""
-    store = store_of(getattr(self.req_to_token_pool, "mamba_pool", None))
+    """`cache_finished_req` of 0.5.12's prefix cache: the request's slot may stay as a cached prefix, so nothing of it may
+    be left in the window buffers, which the next request takes over."""
+    _settle(self, req, done=True)
+    return original(self, req, *args, **kwargs)
+
+
+def checkpoint(original: Callable[..., Any], self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """`checkpoint` of 0.5.23's prefix cache, for requests that end and for those that go on."""
+    _settle(self, req, done=bool(req.finished()))
+    return original(self, req, *args, **kwargs)
+
+
+def _settle(cache: Any, req: Any, done: bool) -> None:
+    """Fold a request's pending tokens into its slot, and take its window row if it is done."""
+    store = store_of(getattr(cache.req_to_token_pool, "mamba_pool", None))
     slot = req
     for name in current().version.request:
         slot = getattr(slot, name, None)
-    if store is not None and store.window > 1 and slot is not None:
+    if store is None or store.window == 1 or slot is None:
+        return
+    if done:
         store.release(slot.reshape(1))
-    return original(self, req, *args, **kwargs)
+    else:
+        store.flush(slot.reshape(1))

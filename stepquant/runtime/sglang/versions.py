@@ -111,8 +111,8 @@ VERSIONS = {
                     ("self", "total_rest_memory"),
                 ),
                 "finished": Target(
-                    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.cache_finished_req",
-                    ("self", "req", "is_insert"),
+                    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint",
+                    ("self", "req", "up_to", "kwargs"),
                 ),
                 "arguments": Target("sglang.srt.server_args.ServerArgs.check_server_args", ("self",)),
                 "internal_state": Target(
