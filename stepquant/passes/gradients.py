@@ -11,6 +11,7 @@ when only one layer is on the device.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -112,7 +113,9 @@ class LocalProbe:
                 generator = torch.Generator(output.device).manual_seed(seed)
                 cotangent = torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype)
                 assert self._output is not None
-                (gradient,) = torch.autograd.grad(output, self._output, cotangent)
+                with warnings.catch_warnings():  # the first product of a backward thread says that it has no context
+                    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
+                    (gradient,) = torch.autograd.grad(output, self._output, cotangent)
             return gradient[0].float()
         finally:
             self.busy, self._output = False, None

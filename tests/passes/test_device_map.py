@@ -57,8 +57,7 @@ def test_the_same_plan_on_two_gpus(name, weights, tmp_path, text):  # noqa: F811
 @WEIGHTS
 def test_device_map_auto_on_one_device(name, weights, tmp_path, text):  # noqa: F811
     path = save_checkpoint(name, tmp_path)
-    expected = open_pipeline(path, text, tmp_path / "one", model={"weights": weights})
-    found = open_pipeline(
-        path, text, tmp_path / "map", model={"weights": weights, "device": "auto", "device_map": "auto"}
-    )
+    model = {"weights": weights, "device": "auto"}
+    expected = open_pipeline(path, text, tmp_path / "one", model=model)
+    found = open_pipeline(path, text, tmp_path / "map", model={**model, "device_map": "auto"})
     same(found, expected)

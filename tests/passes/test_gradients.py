@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from stepquant.models.adapter import load_model
 from stepquant.models.capture import capture_delta_rule
-from stepquant.passes.gradients import LocalProbe, blocks_of
+from stepquant.passes.gradients import LocalProbe, blocks_of, fisher_gradients
 from tests.models.checkpoints import CONFIGS, needs, save_checkpoint
 
 torch.set_num_threads(1)
@@ -88,6 +89,35 @@ def test_mean_squared_gradients_are_the_jacobian_s_norm(name, dtype, eps, tmp_pa
         squares[index // g.value_dim] += column.square().sum() / (TOKENS * g.value_dim)
     expected = squares / streams[0].double().square().mean()
     torch.testing.assert_close(found, expected, rtol=0.1, atol=0)
+
+
+@needs("qwen3_5")
+@pytest.mark.parametrize("layer", [0, 2])
+def test_fisher_gradients_are_slopes_of_the_sampled_loss(layer, tmp_path):
+    """Against central differences of a loss whose labels are drawn here, from the undisturbed model."""
+    loaded = load_model(save_checkpoint("qwen3_5", tmp_path), device="cpu", dtype="float64")
+    ids = torch.randint(3, 64, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    wanted, segment = Wanted([5], TOKENS), 5
+    context = SimpleNamespace(model=loaded, delta_rule=None, recipe=SimpleNamespace(seed=3))
+    fisher_gradients(context, ids, segment, wanted)
+    with torch.no_grad():
+        probabilities = loaded.model(input_ids=ids, use_cache=False).logits[0].softmax(-1)
+    uniform = torch.rand(TOKENS, 1, generator=torch.Generator().manual_seed(3 * 1_000_003 + segment))
+    label = [next(i for i, c in enumerate(row.cumsum(-1).tolist()) if c >= u) for row, u in zip(probabilities, uniform.flatten().tolist(), strict=True)]  # fmt: skip  # noqa: E501
+    direction = torch.randn(TOKENS, *wanted.taken[layer, segment].shape[1:], dtype=torch.float64)
+
+    def loss(step):
+        def edit(at, y):
+            return y + step * direction if at == layer else y
+
+        with torch.no_grad(), capture_delta_rule(loaded, None, None, edit):
+            scores = loaded.model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
+        return -float(scores[range(TOKENS), label].sum())
+
+    expected = (loss(1e-6) - loss(-1e-6)) / 2e-6
+    found = float((wanted.taken[layer, segment].double() * direction).sum())
+    assert found == pytest.approx(expected, rel=2e-3)  # the loss is taken in float32
+    assert sorted(wanted.taken) == [(i, segment) for i in range(3)]
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
