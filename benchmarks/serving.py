@@ -1,4 +1,4 @@
-"""Real SGLang on a GPU with the plugin: does it answer as FP32 states do, does it leak, how many requests fit, how fast.
+"""Real SGLang on a GPU with the plugin: does it answer as FP32 states do, does it leak, what fits, how fast is it.
 
     python benchmarks/serving.py OUT SELECTION... (jobs by name; each an engine in its own process, side by side)
 
@@ -48,6 +48,7 @@ JOBS: dict[str, tuple[str, str | None, dict[str, Any], tuple[str, ...]]] = {
     "gdn_8": ("tiny_gdn", "gdn_8", OFF, ("decode",)),
     "gdn_6": ("tiny_gdn", "gdn_6", OFF, ("decode", "prefixes_off")),
     "gdn_4": ("tiny_gdn", "gdn_4", OFF, ("decode",)),
+    "gdn_6_tp2": ("tiny_gdn", "gdn_6", {**OFF, "tp_size": 2}, ("decode",)),
     "gdn_6_no_buffer": ("tiny_gdn", "gdn_6", {}, ("prefixes_on",)),
     "gdn_6_extra_buffer": ("tiny_gdn", "gdn_6", EXTRA, ("prefixes_on",)),
     "gdn_6_no_buffer_stress": ("tiny_gdn", "gdn_6", SMALL, ("stress",)),
@@ -137,8 +138,11 @@ def main() -> None:
         return
     out, limit = Path(sys.argv[1]), float(os.environ.get("SERVING_LIMIT", "150"))
     begun, running = time.time(), {}
-    for name in sys.argv[2:]:
+    gpus = int(os.environ.get("SERVING_GPUS", "1"))
+    for number, name in enumerate(sys.argv[2:]):
         environment = dict(os.environ)
+        if JOBS[name][2].get("tp_size", 1) == 1:
+            environment["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
         environment.pop("STEPQUANT_PLAN", None)
         environment["SERVING_JOBS"] = " ".join(sys.argv[2:])
         plan = JOBS[name][1]

@@ -79,8 +79,10 @@ def score(engine: Any, decoded: Path) -> dict[str, Any]:
         other = logits.astype(np.float32)
         agree.append(own.argmax(-1) == output)
         kl.append((np.exp(own) * (own - other)).sum(-1))
-    return {"agreement": float(np.mean(agree)), "kl": float(np.mean(kl)), "kl_last_32": float(np.stack(kl)[:, -32:].mean()),
-            "tokens": int(np.size(agree))}  # fmt: skip
+    return {
+        "agreement": float(np.mean(agree)), "kl": float(np.mean(kl)), "kl_last_32": float(np.stack(kl)[:, -32:].mean()),
+        "tokens": int(np.size(agree)),
+    }  # fmt: skip
 
 
 def prefixes(engine: Any, cached: bool, chunk: int = 256) -> dict[str, Any]:
@@ -97,7 +99,7 @@ def prefixes(engine: Any, cached: bool, chunk: int = 256) -> dict[str, Any]:
 
 
 def stress(engine: Any, requests: int = 200, seed: int = 3) -> dict[str, Any]:
-    """Mixed lengths, shared prefixes, aborts; a probe before and after; then the engine idles for its own pool check."""
+    """Mixed lengths, shared prefixes, aborts, between two probes; the engine idles for its own pool check."""
     rng = random.Random(seed)
     stems, probe = texts(6, 320, seed=5), texts(1, 200, seed=6)[0]
     sampling = {**GREEDY, "max_new_tokens": 48}

@@ -106,7 +106,9 @@ def _transformers() -> Finding:
 def _compiler() -> Finding:
     missing = [name for name in ("hydra-core", "pulp", "ortools") if installed(name) is None]
     if missing:
-        return Finding("compiler", "warn", f"without {', '.join(missing)}", "needed by stepquant.compile, not by serving")
+        return Finding(
+            "compiler", "warn", f"without {', '.join(missing)}", "needed by stepquant.compile, not by serving"
+        )
     return Finding("compiler", "ok", "Hydra and the solvers are there")
 
 
@@ -172,8 +174,8 @@ def _plan(directory: Path) -> Finding:
         return Finding("plan", "fail", str(directory), str(error))
     g, window = rank.plan.geometry, rank.plan.window
     found = (
-        f"{rank.plan.name}: {g.family}, {g.num_delta_layers} layers of {g.num_heads} heads, {rank.slot_bytes:,} bytes a "
-        f"slot, window {window.length}"
+        f"{rank.plan.name}: {g.family}, {g.num_delta_layers} layers of {g.num_heads} heads, {rank.slot_bytes:,} bytes "
+        f"a slot, window {window.length}"
     )
     if rank.plan.synthetic:
         return Finding("plan", "warn", found, "synthetic: served with force=true only")

@@ -1,5 +1,7 @@
 """Copies, counters and containment inside a decode step: masked, with 64-bit offsets, and free of host reads."""
 
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 import torch
@@ -88,6 +90,11 @@ def advance(table: Tensor, slots: Tensor, phases: Tensor, pending: Tensor, windo
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
 def _contain(
     out, slots, pages, stride_page, page_words, table, stride_table, counter, count, WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -100,8 +107,8 @@ def _contain(
     for first in range(0, count, WORDS):
         o = first + tl.arange(0, WORDS)
         x = tl.load(out + i * count + o, mask=o < count, other=0).to(tl.float32)
-        bad += ((x - x) != 0.0).to(tl.int32)  # NaN and infinities
-    if tl.sum(bad, 0) == 0:
+        bad = tl.maximum(bad, ((x - x) != 0.0).to(tl.int32))  # NaN and infinities
+    if tl.reduce(bad, 0, _larger) == 0:
         return
     tl.atomic_add(counter, 1)
     tl.store(table + 2 * stride_table + slot, 0)
@@ -111,8 +118,10 @@ def _contain(
 
 
 def contain(out: Tensor, slots: Tensor, pages: Tensor, table: Tensor, counter: Tensor) -> None:
-    """Reset slots whose output `out [B, H, V]` (contiguous) is not finite to a zero state with nothing pending, and count
-    them in `counter [1]` int32; padding is left alone."""
+    """Reset slots whose output `out [B, H, V]` (contiguous) is not finite to a zero state with nothing pending.
+
+    `counter` int32 `[1]` counts them; padding is left alone.
+    """
     if pages.is_cuda:
         words = pages.view(torch.int64)
         _contain[(len(slots),)](

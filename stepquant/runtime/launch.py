@@ -209,7 +209,7 @@ def describe(found: dict[str, Any]) -> str:
         f"({found['compression']:.2f}x), and {found['conv_bytes']:,} of convolution states",
         f"memory for states and KV cache: {found['available_bytes'] / GIB:.2f} GiB; "
         f"{found['workspace_bytes'] / GIB:.3f} GiB of it prefill workspace",
-        f"window buffers: {found['window_bytes']:,} bytes a running request; {found['slots_per_request']} slots a request",
+        f"window buffers: {found['window_bytes']:,} bytes a running request; {found['slots_per_request']} slots each",
         f"packed: {packed['slots']} slots set by {packed['set_by']}, {packed['state_bytes'] / GIB:.2f} GiB; at most "
         f"{packed['request_cap']} running requests ({packed['cap_set_by']}); {packed['left_bytes'] / GIB:.2f} GiB left",
     ]
@@ -217,7 +217,7 @@ def describe(found: dict[str, Any]) -> str:
         lines.append("FP32 states would not fit")
     else:
         lines.append(
-            f"FP32:   {fp32['slots']} slots, {fp32['state_bytes'] / GIB:.2f} GiB; at most {fp32['request_cap']} running "
-            f"requests; {fp32['left_bytes'] / GIB:.2f} GiB left"
+            f"FP32:   {fp32['slots']} slots, {fp32['state_bytes'] / GIB:.2f} GiB; at most {fp32['request_cap']} "
+            f"running requests; {fp32['left_bytes'] / GIB:.2f} GiB left"
         )
     return "\n".join(lines)

@@ -72,9 +72,10 @@ def size_pool(available: int, arguments: PoolArguments, cost: SlotCost) -> PoolS
     Raises:
         InfeasibleError: with the arithmetic, where not one request fits.
     """
+    set_by: SetBy = "--max-mamba-cache-size"
     each, budget = cost.per_slot(arguments.slots_per_request), available - cost.fixed
     if arguments.max_mamba_cache_size is not None:
-        slots, set_by = arguments.max_mamba_cache_size, "--max-mamba-cache-size"
+        slots = arguments.max_mamba_cache_size
     elif arguments.disable_radix_cache and arguments.max_running_requests is not None:
         slots, set_by = arguments.max_running_requests, "--max-running-requests"
     else:

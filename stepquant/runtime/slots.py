@@ -157,8 +157,8 @@ class SlotStore:
         slots = slots.long()
         if tuple(saved.pages.shape) != (slots.numel(), self.slot_bytes):
             raise BackendError(
-                f"a host copy of {list(saved.pages.shape)} bytes cannot fill {slots.numel()} slots of {self.slot_bytes} "
-                "bytes; it was made with another plan"
+                f"a host copy of {list(saved.pages.shape)} bytes cannot fill {slots.numel()} slots of "
+                f"{self.slot_bytes} bytes; it was made with another plan"
             )
         self.pages[slots] = saved.pages.to(self.device)
         self.table[ROW].index_fill_(0, slots, -1)

@@ -2,8 +2,8 @@
 
 The delta rule of every layer is replaced (`stepquant.models.capture`): a prefill runs exactly, in FP32, and its final
 state is packed; a decode step reads and updates the page. What the model's cache keeps as a recurrent state is a handle
-`[B, 1, 1, 1]` that names a slot, so that reordering a cache (beam search) reorders handles, and a slot that two beams share
-is forked before it is written.
+`[B, 1, 1, 1]` that names a slot: reordering a cache (beam search) reorders handles, and a slot that two beams share is
+forked before it is written.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class PackedModel:
         found = fingerprint(path)
         if found != plan.fingerprint:
             raise BackendError(
-                f"{path} has fingerprint {found[:23]}, plan {plan.name!r} was made for {plan.fingerprint[:23]}; compile a "
-                "plan for this checkpoint, or say any_checkpoint=True"
+                f"{path} has fingerprint {found[:23]}, plan {plan.name!r} was made for {plan.fingerprint[:23]}; compile "
+                "a plan for this checkpoint, or say any_checkpoint=True"
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ class PackedModel:
         """The model's `generate`; its states are freed at the end unless ``past_key_values`` is given."""
         before = set(self._groups)
         try:
-            return self.model.generate(*args, **kwargs)
+            return self.model.generate(*args, **kwargs)  # type: ignore[operator]
         finally:
             if kwargs.get("past_key_values") is None:
                 for group in set(self._groups) - before:
@@ -116,7 +116,9 @@ class PackedModel:
     def __enter__(self) -> PackedModel:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _replace(self, layer: int, trace: DeltaTrace) -> tuple[Tensor, Tensor]:

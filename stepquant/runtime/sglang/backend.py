@@ -56,9 +56,7 @@ class PackedKernel:
     ) -> Tensor:  # fmt: skip
         """One token of every request; q, k `[1, B, HK, K]`, v `[1, B, H, V]`; returns `[1, B, H, V]`."""
         _refuse_safe_gate(lower_bound)
-        return _decode(
-            q[0], k[0], v[0], a, b, A_log, dt_bias, q.shape[-1] ** -0.5, packed(ssm_states), cache_indices
-        )
+        return _decode(q[0], k[0], v[0], a, b, A_log, dt_bias, q.shape[-1] ** -0.5, packed(ssm_states), cache_indices)
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, ssm_states: PackedStates,
@@ -79,8 +77,12 @@ class PackedKernel:
             some = slice(starts[first], starts[last])
             own = {n: x[first:last] if n in PER_REQUEST and x is not None else x for n, x in kwargs.items()}
             where = query_start_loc[first : last + 1] - query_start_loc[first]
-            token = (x[:, some] for x in (q, k, v, g, beta))
-            parts.append(self._part(*token, states, cache_indices[first:last], where, first, own))
+            parts.append(
+                self._part(
+                    q[:, some], k[:, some], v[:, some], g[:, some], beta[:, some], states, cache_indices[first:last],
+                    where, first, own,
+                )
+            )  # fmt: skip
         return _joined(parts)
 
     def _part(

@@ -48,8 +48,6 @@ def check_signature(target: Target) -> None:
         )
 
 
-
-
 def apply_hooks(version: Version, functions: dict[str, Callable[..., Any]]) -> None:
     """Put every hook of a version in place through SGLang's registry and verify each.
 

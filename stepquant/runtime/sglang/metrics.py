@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ from stepquant.runtime.sglang.pool import store_of
 from stepquant.runtime.sglang.state import current
 
 logger = logging.getLogger(__name__)
+EVERY = 10.0  # seconds between two readings of the device's counter
 
 GAUGES = {
     "slots": "Slots of the packed state pool",
@@ -31,8 +34,8 @@ def figures(pool: Any) -> dict[str, Any]:
     if found["nonfinite_states"] > current().report.get("nonfinite_logged", 0):
         current().report["nonfinite_logged"] = found["nonfinite_states"]
         logger.warning(
-            f"stepquant: {found['nonfinite_states']} states were not finite and started again from zero; other requests "
-            "are not affected"
+            f"stepquant: {found['nonfinite_states']} states were not finite and started again from zero; other "
+            "requests are not affected"
         )
     return found
 
@@ -43,14 +46,24 @@ def internal_state(original: Callable[..., Any], self: Any, recv_req: Any) -> An
     found = figures(getattr(self.req_to_token_pool, "mamba_pool", None))
     if found:
         answer.internal_state["stepquant"] = found
-        set_gauges(found)
     return answer
+
+
+def decode_stats(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`report_decode_stats`, once a decode step: the pool's own figures every `EVERY` seconds."""
+    result = original(self, *args, **kwargs)
+    now = time.monotonic()
+    if now - current().published >= EVERY:
+        current().published = now
+        scheduler = getattr(self, "scheduler", self)
+        found = figures(getattr(scheduler.req_to_token_pool, "mamba_pool", None))
+        if found:
+            set_gauges(found)
+    return result
 
 
 def set_gauges(found: dict[str, Any]) -> None:
     """Publish the figures to Prometheus if SGLang does (--enable-metrics sets the directory of its processes)."""
-    import os
-
     if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
         return
     from prometheus_client import Gauge

@@ -66,7 +66,7 @@ def functions(state: PluginState) -> dict[str, Callable[..., Any]]:
         "load": pool.load, "finished": finishing, "forward_metadata": backend.forward_metadata,
         "track_decode": backend.track_decode, "track_extend": backend.track_extend, "gdn": backend.gdn_dispatcher,
         "kda": backend.kda_dispatcher, "sizing": sizing.size_states, "arguments": check_server,
-        "internal_state": metrics.internal_state,
+        "internal_state": metrics.internal_state, "decode_stats": metrics.decode_stats,
     }  # fmt: skip
 
 

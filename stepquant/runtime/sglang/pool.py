@@ -178,8 +178,11 @@ def load(original: Callable[..., Any], self: Any, mamba_cache_cpu: Any, indices:
 
 
 def finished(original: Callable[..., Any], self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """`cache_finished_req` of 0.5.12's prefix cache: the request's slot may stay as a cached prefix, so nothing of it may
-    be left in the window buffers, which the next request takes over."""
+    """`cache_finished_req` of 0.5.12's prefix cache.
+
+    The request's slot may stay as a cached prefix: nothing of it may be left in the window buffers, which the next
+    request takes over.
+    """
     _settle(self, req, done=True)
     return original(self, req, *args, **kwargs)
 

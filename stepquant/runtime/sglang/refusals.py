@@ -1,4 +1,4 @@
-"""What is refused by name before any weight is loaded: arguments, checkpoints and plans that would not be served right."""
+"""What is refused by name before any weight is loaded: arguments, checkpoints and plans that would be served wrong."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def check_checkpoint(model_path: str, plan: LayoutPlan, force: bool) -> None:
     found = fingerprint(model_path)
     if found != plan.fingerprint:
         raise BackendError(
-            f"{model_path} has fingerprint {found[:23]}, plan {plan.name!r} was made for {plan.fingerprint[:23]}: other "
-            "weights of the same shape; compile a plan for this checkpoint"
+            f"{model_path} has fingerprint {found[:23]}, plan {plan.name!r} was made for {plan.fingerprint[:23]}: "
+            "other weights of the same shape; compile a plan for this checkpoint"
         )
 
 

@@ -44,7 +44,9 @@ def install_slot_bytes(path: str) -> None:
     module, _, name = path.rpartition(".")
     kind = getattr(importlib.import_module(module), name, None)
     if not isinstance(getattr(kind, "mamba_cache_per_req", None), property):
-        raise BackendError(f"{path} has no property mamba_cache_per_req; this stepquant was checked with another SGLang")
+        raise BackendError(
+            f"{path} has no property mamba_cache_per_req; this stepquant was checked with another SGLang"
+        )
     setattr(packed_bytes, MARK, "mamba_cache_per_req")
     kind.mamba_cache_per_req = property(packed_bytes)  # type: ignore[union-attr]
 
@@ -86,7 +88,7 @@ def size_states(original: Callable[..., float], self: Any, total_rest_memory: fl
     logger.info(
         f"stepquant: {total_rest_memory:.2f} GiB for states and KV cache; {slots} slots set by {set_by} "
         f"({state.report['fp32_slots']} with FP32 states), {state.slots_per_request} a request: at most {cap} running "
-        f"requests by their states; {cost.fixed / GIB:.2f} GiB for padding and the prefill workspace, {left:.2f} GiB left "
-        "for the KV cache"
+        f"requests by their states; {cost.fixed / GIB:.2f} GiB for padding and the prefill workspace, {left:.2f} GiB "
+        "left for the KV cache"
     )
     return left

@@ -21,7 +21,7 @@ WORKSPACE_STATES = 64
 class PluginState:
     """Attributes: directory: of the plan. force: serve a synthetic plan. version: entry of the table.
     slots_per_request: SGLang's ratio of slots to running requests. plans: by (rank, size). report: figures of the
-    pool for logs and metrics."""
+    pool for logs and metrics. published: when they last went to Prometheus."""
 
     directory: Path
     force: bool
@@ -29,6 +29,7 @@ class PluginState:
     slots_per_request: int = 1
     plans: dict[tuple[int, int], RankPlan] = field(default_factory=dict)
     report: dict[str, Any] = field(default_factory=dict)
+    published: float = 0.0
 
     def rank_plan(self, rank: int, size: int) -> RankPlan:
         """The plan of one tensor-parallel rank, loaded once."""

@@ -80,6 +80,10 @@ VERSIONS = {
                 "internal_state": Target(
                     "sglang.srt.managers.scheduler.Scheduler.get_internal_state", ("self", "recv_req")
                 ),
+                "decode_stats": Target(
+                    "sglang.srt.observability.scheduler_metrics_mixin.SchedulerMetricsMixin.report_decode_stats",
+                    ("self", "can_run_cuda_graph", "running_batch", "num_correct_drafts"),
+                ),
             },
             "sglang.srt.configs.mamba_utils.BaseLinearStateParams", ("mamba_pool_idx",), {},
         ),
@@ -118,6 +122,11 @@ VERSIONS = {
                 "internal_state": Target(
                     "sglang.srt.managers.scheduler.Scheduler.get_internal_state", ("self", "recv_req")
                 ),
+                "decode_stats": Target(
+                    "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
+                    ".report_decode_stats",
+                    ("self", "can_run_cuda_graph", "running_batch", "num_generated_tokens"),
+                ),
             },
             "sglang.srt.configs.mamba_utils.BaseLinearStateParams", ("kv", "mamba_pool_idx"),
             {"SGLANG_DISABLE_KDA_PREFILL_GRAPH_EXTEND": "1"},
@@ -134,7 +143,7 @@ def checked_version(found: str) -> Version:
     """
     if found not in VERSIONS:
         raise BackendError(
-            f"SGLang {found} was not checked with this stepquant; expected one of {', '.join(VERSIONS)}: install one of "
-            "them, or a stepquant that knows this version"
+            f"SGLang {found} was not checked with this stepquant; expected one of {', '.join(VERSIONS)}: install one "
+            "of them, or a stepquant that knows this version"
         )
     return VERSIONS[found]

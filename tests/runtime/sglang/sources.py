@@ -1,8 +1,8 @@
 """Real SGLang sources without SGLang: wheels fetched once without their dependencies, classes taken out by `ast`.
 
 A class runs with stand-ins for what its module imports; its own code is SGLang's, to the letter. The wheels lie in
-$STEPQUANT_SGLANG_WHEELS (by default ~/.cache/stepquant/sglang); tests are skipped where they cannot be fetched, and fail
-where STEPQUANT_REQUIRE_SGLANG is set, as CI does.
+$STEPQUANT_SGLANG_WHEELS (by default ~/.cache/stepquant/sglang); where they cannot be fetched, tests are skipped, or fail
+if STEPQUANT_REQUIRE_SGLANG is set, as CI does.
 """
 
 from __future__ import annotations
@@ -158,9 +158,8 @@ def _cut(node: Any, names: set[str]) -> Any:
     body = [x for x in node.body if getattr(x, "name", None) in names]
     for method in body:
         method.decorator_list = []
-    return ast.ClassDef(node.name, [], [], body or [ast.Pass()], [], type_params=[]) if sys.version_info >= (3, 12) else (
-        ast.ClassDef(node.name, [], [], body or [ast.Pass()], [])
-    )  # fmt: skip
+    more: dict[str, Any] = {"type_params": []} if sys.version_info >= (3, 12) else {}
+    return ast.ClassDef(node.name, [], [], body or [ast.Pass()], [], **more)
 
 
 @contextlib.contextmanager

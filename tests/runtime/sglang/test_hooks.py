@@ -1,4 +1,4 @@
-"""Every hook target exists in the real SGLang releases with the parameters that the plugin expects, and takes its hook."""
+"""Every hook target exists in the real SGLang releases with the parameters that were checked, and takes its hook."""
 
 from __future__ import annotations
 
@@ -39,7 +39,18 @@ def test_dispatchers_hand_on_what_the_packed_kernel_takes(version: str) -> None:
         assert decode[:11] == ("self", "q", "k", "v", "a", "b", "A_log", "dt_bias", "ssm_states", "cache_indices",
                                "query_start_loc")  # fmt: skip
         extend = parameters(version, f"{path}.extend")
-        assert extend == ("self", "q", "k", "v", "g", "beta", "ssm_states", "cache_indices", "query_start_loc", "kwargs")
+        assert extend == (
+            "self",
+            "q",
+            "k",
+            "v",
+            "g",
+            "beta",
+            "ssm_states",
+            "cache_indices",
+            "query_start_loc",
+            "kwargs",
+        )
     path = VERSIONS[version].targets["gdn"].path.rsplit(".", 1)[0]
     assert parameters(version, f"{path}.packed_decode") == (
         "self", "mixed_qkv", "a", "b", "A_log", "dt_bias", "scale", "ssm_states", "cache_indices", "num_v_heads",
@@ -77,7 +88,9 @@ def test_a_target_with_other_parameters_is_refused() -> None:
     with fake_sglang("0.5.12"):
         changed = Target(entry.targets["copy"].path, ("self", "elsewhere"))
         wrong = dataclasses.replace(entry, targets={**entry.targets, "copy": changed})
-        with pytest.raises(BackendError, match="copy_from takes self, src_index, dst_index; .* checked with self, else"):
+        with pytest.raises(
+            BackendError, match="copy_from takes self, src_index, dst_index; .* checked with self, else"
+        ):
             hooks.apply_hooks(wrong, plugin.functions(state_of("0.5.12")))
         assert not hooks.hooked(hooks.resolve(entry.targets["copy"].path)[2])
 

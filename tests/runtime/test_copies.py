@@ -1,0 +1,92 @@
+"""The Triton copies and counters in the interpreter, against what their torch branch does."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from types import ModuleType
+
+import pytest
+import torch
+
+from stepquant.errors import BackendError
+from stepquant.runtime import copies as plain
+
+SOURCE = torch.tensor([1, 2, -1, 3], dtype=torch.int32)
+TARGET, MASK = torch.tensor([4, 5, 3, 0]), torch.tensor([True, False, True, True])
+
+
+@pytest.fixture(scope="module")
+def kernels() -> ModuleType:
+    """The module's kernels, decorated for the interpreter."""
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        spec = importlib.util.find_spec("stepquant.runtime.copies")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = before
+    return module
+
+
+@pytest.mark.parametrize("words", [3, 300, 40000])
+def test_pages(kernels: ModuleType, words: int) -> None:
+    pages = torch.randint(0, 255, (6, 8 * words), dtype=torch.uint8)
+    expected = pages.clone()
+    plain.copy_rows(expected, SOURCE, TARGET, MASK)
+    piece = -(-words // plain.PROGRAMS)
+    kernels._copy_rows[(plain.PROGRAMS, 4)](
+        pages.view(torch.int64), piece, words, SOURCE, TARGET, MASK, piece, words, WORDS=1024
+    )
+    assert torch.equal(pages, expected)
+    assert torch.equal(pages[4], pages[1])
+
+
+def test_layers_of_convolution_states(kernels: ModuleType) -> None:
+    conv = torch.randn(3, 6, 8, 3).bfloat16()
+    expected = conv.clone()
+    plain.copy_rows(expected, SOURCE, TARGET, MASK)
+    words, size = conv.flatten(2).view(torch.int64), 8 * 3 * 2 // 8
+    kernels._copy_rows[(3, 4)](words, words.stride(0), size, SOURCE, TARGET, MASK, size, 3 * size, WORDS=1024)
+    assert torch.equal(conv, expected)
+    assert torch.equal(conv[:, 0], conv[:, 3])
+
+
+def test_rows_that_are_no_words_are_refused() -> None:
+    with pytest.raises(BackendError, match="rows of 12 bytes"):
+        plain.copy_rows(torch.zeros(3, 12, dtype=torch.uint8), SOURCE, TARGET, MASK)
+
+
+def test_counting_a_token(kernels: ModuleType) -> None:
+    slots = torch.tensor([2, -1, 0, 5], dtype=torch.int32)
+    phases, pending = torch.tensor([3, 0, 1, 1], dtype=torch.int32), torch.tensor([2, 0, 0, 1], dtype=torch.int32)
+    table = torch.full((3, 6), 9, dtype=torch.int32)
+    expected = table.clone()
+    plain.advance(expected, slots, phases, pending, 4)
+    kernels._advance[(4,)](table, 6, slots, phases, pending, W=4)
+    assert torch.equal(table, expected)
+    assert table[1:, 2].tolist() == [0, 0]
+    assert table[1:, 5].tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_containment(kernels: ModuleType, value: float) -> None:
+    slots = torch.tensor([2, -1, 0, 5], dtype=torch.int32)
+    out = torch.randn(4, 2, 700).bfloat16()
+    out[3, 1, 650] = out[1, 0, 0] = value
+    pages = torch.randint(1, 255, (6, 8 * 1500), dtype=torch.uint8)
+    table, counter = torch.ones(3, 6, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    expected, table_expected, counted = pages.clone(), table.clone(), counter.clone()
+    plain.contain(out, slots, expected, table_expected, counted)
+    kernels._contain[(4,)](out, slots, pages.view(torch.int64), 1500, 1500, table, 6, counter, 1400, WORDS=1024)
+    assert int(counter) == int(counted) == 1
+    assert torch.equal(pages, expected)
+    assert torch.equal(table, table_expected)
+    assert bool((pages[5] == 0).all())
+    assert bool((pages[:5] > 0).all())
