@@ -40,7 +40,7 @@ def examine(plan: Path | None = None) -> list[Finding]:
         plan: an artifact to check for serving as well.
     """
     checks: list[Callable[[], Finding]] = [
-        _python, _torch, _triton, _gpu, _transformers, _compiler, _sglang, _plugin, _allowed, _hooks,
+        _python, _torch, _triton, _gpu, _transformers, _commands, _solvers, _sglang, _plugin, _allowed, _hooks,
     ]  # fmt: skip
     findings = [_guarded(check) for check in checks]
     if plan is not None:
@@ -103,13 +103,20 @@ def _transformers() -> Finding:
     return Finding("transformers", "ok", found)
 
 
-def _compiler() -> Finding:
-    missing = [name for name in ("hydra-core", "pulp", "ortools") if installed(name) is None]
-    if missing:
+def _commands() -> Finding:
+    found = installed("hydra-core")
+    if found is None:
         return Finding(
-            "compiler", "warn", f"without {', '.join(missing)}", "needed by stepquant.compile, not by serving"
+            "commands", "fail", "without hydra-core", "install it: compile, evaluate and serve are set up by it"
         )
-    return Finding("compiler", "ok", "Hydra and the solvers are there")
+    return Finding("commands", "ok", f"hydra-core {found}")
+
+
+def _solvers() -> Finding:
+    missing = [name for name in ("pulp", "ortools") if installed(name) is None]
+    if missing:
+        return Finding("solvers", "warn", f"without {', '.join(missing)}", "solver=ilp needs them; serving does not")
+    return Finding("solvers", "ok", "PuLP and OR-Tools")
 
 
 def _sglang() -> Finding:
@@ -185,12 +192,11 @@ def _plan(directory: Path) -> Finding:
 def works(findings: Sequence[Finding]) -> dict[str, bool]:
     """What works: ``compile``, ``transformers`` (decoding in model.generate) and ``serve``."""
     bad = {finding.name for finding in findings if finding.status == "fail"}
-    warned = {finding.name for finding in findings if finding.status == "warn"}
     base = not bad & {"python", "torch", "transformers"}
     return {
-        "compile": base and not ({"compiler"} & (bad | warned)),
+        "compile": base and "commands" not in bad,
         "transformers": base and "plan" not in bad,
-        "serve": not bad - {"compiler"},
+        "serve": not bad,
     }
 
 

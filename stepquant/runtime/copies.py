@@ -103,7 +103,7 @@ def _contain(
     slot = tl.load(slots + i).to(tl.int64)
     if slot <= 0:
         return
-    bad = tl.zeros([WORDS], tl.int32)
+    bad = tl.full([WORDS], 0, tl.int32)
     for first in range(0, count, WORDS):
         o = first + tl.arange(0, WORDS)
         x = tl.load(out + i * count + o, mask=o < count, other=0).to(tl.float32)
@@ -114,7 +114,7 @@ def _contain(
     tl.store(table + 2 * stride_table + slot, 0)
     for first in range(0, page_words, WORDS):
         o = first + tl.arange(0, WORDS)
-        tl.store(pages + slot * stride_page + o, tl.zeros([WORDS], tl.int64), mask=o < page_words)
+        tl.store(pages + slot * stride_page + o, tl.full([WORDS], 0, tl.int64), mask=o < page_words)
 
 
 def contain(out: Tensor, slots: Tensor, pages: Tensor, table: Tensor, counter: Tensor) -> None:
