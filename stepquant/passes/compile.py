@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepquant.accounting import packable
 from stepquant.artifact import read_tables, write_artifact
 from stepquant.errors import ModelError, RecipeError
 from stepquant.files import write_json
@@ -21,6 +22,7 @@ from stepquant.passes.verify import verify_plan
 from stepquant.plan import LayoutPlan, load_plan
 from stepquant.recipe import Recipe
 from stepquant.run_record import write_run
+from stepquant.runtime.launch import serving_command
 from stepquant.summary import dry_run_summary, plan_summary, print_summary
 
 if TYPE_CHECKING:
@@ -153,3 +155,5 @@ def _report(result: Compiled, recipe: Recipe, quiet: bool) -> None:
         print_summary(result.summary)
         print(f"artifact: {result.directory}")
         print(f"inspect:  python -m stepquant.inspect {result.directory}")
+        if result.plan is not None and packable(result.plan):
+            print(f"serve:    {serving_command(result.plan, str(result.directory), recipe.model.path)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
@@ -12,6 +13,7 @@ from typing import Any, NoReturn
 
 from stepquant.errors import BackendError, RecipeError
 from stepquant.memory import GIB
+from stepquant.plan import LayoutPlan
 from stepquant.runtime.load import RankPlan, load_rank_plan
 from stepquant.runtime.sizing import PoolArguments, PoolSize, SlotCost, size_pool, slots_per_request
 from stepquant.units import parse_bytes
@@ -221,3 +223,12 @@ def describe(found: dict[str, Any]) -> str:
             f"running requests; {fp32['left_bytes'] / GIB:.2f} GiB left"
         )
     return "\n".join(lines)
+
+
+def serving_command(plan: LayoutPlan, directory: str, model_path: str | None) -> str:
+    """The command that serves a plan, as `compile` prints it; a synthetic plan needs force."""
+    from stepquant.models.checkpoint import resolve_checkpoint
+
+    forced = " force=true" if plan.synthetic else ""
+    path = "CHECKPOINT" if model_path is None else shlex.quote(str(resolve_checkpoint(model_path)))
+    return f"python -m stepquant.serve plan={shlex.quote(directory)}{forced} -- --model-path {path}"

@@ -81,8 +81,8 @@ class PackedModel:
         found = fingerprint(path)
         if found != plan.fingerprint:
             raise BackendError(
-                f"{path} has fingerprint {found[:23]}, plan {plan.name!r} was made for {plan.fingerprint[:23]}; compile "
-                "a plan for this checkpoint, or say any_checkpoint=True"
+                f"{path} has fingerprint {found[:23]}, plan {plan.name!r} was made for {plan.fingerprint[:23]}; "
+                "compile a plan for this checkpoint, or say any_checkpoint=True"
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

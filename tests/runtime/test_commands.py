@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,16 @@ def test_the_entry_point_names_the_plugin() -> None:
     from stepquant.runtime.sglang import plugin
 
     assert callable(plugin.register)
+
+
+def test_the_printed_command_is_one_that_serve_takes(plan: Path) -> None:
+    printed = shlex.split(launch.serving_command(plan_of(), str(plan), "builtin:tiny_gdn"))
+    assert printed[:3] == ["python", "-m", "stepquant.serve"]
+    own, arguments = serve.split(printed[3:])
+    assert own == [f"plan={plan}"]
+    assert launch.parse_arguments(arguments).model_path == str(MODEL)
+    forced = launch.serving_command(plan_of(synthetic=True, fingerprint="synthetic"), "a b", None)
+    assert forced == "python -m stepquant.serve plan='a b' force=true -- --model-path CHECKPOINT"
 
 
 def test_doctor_says_what_works(
