@@ -3,8 +3,8 @@
     python tools/pad_latent.py SOURCE OUT [RANK]      (RANK 512)
 
 SGLang's Triton kernels know latents of 512 + 64 and 256 + 32; the built-in tiny_kda has 128 + 64. Zero rows of
-kv_a_proj_with_mqa and zero columns of kv_b_proj add nothing; the RMS of the latent is taken over RANK instead of the old
-rank, so its weight is multiplied by sqrt(old / RANK), which must be a power of two to be exact.
+kv_a_proj_with_mqa and zero columns of kv_b_proj add nothing. The RMS of the latent is taken over RANK instead of the
+old rank, so its weight is multiplied by sqrt(old / RANK), which must be a power of two to be exact.
 """
 
 from __future__ import annotations

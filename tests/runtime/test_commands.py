@@ -25,8 +25,15 @@ def plan(tmp_path: Path) -> Path:
 
 def test_dry_run_says_slots_bytes_and_cap(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
-    code = serve.main([f"plan={plan}", "dry_run=true", "memory=2GiB", f"json={out}", "--", "--model-path", str(MODEL),
-                       "--mamba-scheduler-strategy", "extra_buffer", "--mem-fraction-static", "0.5", "--port", "1"])  # fmt: skip
+    arguments = [
+        "--model-path",
+        str(MODEL),
+        "--mamba-scheduler-strategy",
+        "extra_buffer",
+        "--mem-fraction-static",
+        "0.5",
+    ]
+    code = serve.main([f"plan={plan}", "dry_run=true", "memory=2GiB", f"json={out}", "--", *arguments, "--port", "1"])
     assert code == 0
     found = json.loads(out.read_text())
     g = plan_of().geometry

@@ -1,4 +1,4 @@
-"""The torch operations against the codec's readable references, and against the generated kernels in the interpreter."""
+"""The torch operations against the codec's readable references."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-
 from stepquant.codec.spec import CodecSpec
 from stepquant.errors import BackendError
 from stepquant.evaluation.generate import DecodeHook

@@ -1,8 +1,8 @@
 """Real SGLang sources without SGLang: wheels fetched once without their dependencies, classes taken out by `ast`.
 
 A class runs with stand-ins for what its module imports; its own code is SGLang's, to the letter. The wheels lie in
-$STEPQUANT_SGLANG_WHEELS (by default ~/.cache/stepquant/sglang); where they cannot be fetched, tests are skipped, or fail
-if STEPQUANT_REQUIRE_SGLANG is set, as CI does.
+$STEPQUANT_SGLANG_WHEELS (by default ~/.cache/stepquant/sglang); where they cannot be fetched, tests are skipped, or
+fail if STEPQUANT_REQUIRE_SGLANG is set, as CI does.
 """
 
 from __future__ import annotations

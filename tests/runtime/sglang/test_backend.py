@@ -1,5 +1,8 @@
-"""What the attention backends call: decode and prefill on pages, in parts, with tracked prefixes; SGLang's chunk kernel is
-stood in for by the codec's own delta rule on the dense workspace, with SGLang's signature and layout."""
+"""What the attention backends call: decode and prefill on pages, in parts, with tracked prefixes.
+
+SGLang's chunk kernel is stood in for by the codec's own delta rule on the dense workspace, with SGLang's signature and
+layout.
+"""
 
 from __future__ import annotations
 

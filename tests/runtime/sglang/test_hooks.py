@@ -89,14 +89,14 @@ def test_a_target_with_other_parameters_is_refused() -> None:
         changed = Target(entry.targets["copy"].path, ("self", "elsewhere"))
         wrong = dataclasses.replace(entry, targets={**entry.targets, "copy": changed})
         with pytest.raises(
-            BackendError, match="copy_from takes self, src_index, dst_index; .* checked with self, else"
+            BackendError, match=r"copy_from takes self, src_index, dst_index; .* checked with self, else"
         ):
             hooks.apply_hooks(wrong, plugin.functions(state_of("0.5.12")))
         assert not hooks.hooked(hooks.resolve(entry.targets["copy"].path)[2])
 
 
 def test_a_target_that_is_gone_is_refused() -> None:
-    with fake_sglang("0.5.12"), pytest.raises(BackendError, match="SGLang has no .*MambaPool.vanished"):
+    with fake_sglang("0.5.12"), pytest.raises(BackendError, match=r"SGLang has no .*MambaPool\.vanished"):
         hooks.resolve("sglang.srt.mem_cache.memory_pool.MambaPool.vanished")
 
 

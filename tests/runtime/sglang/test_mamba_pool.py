@@ -1,5 +1,7 @@
-"""SGLang's own MambaPool, its code to the letter, with packed pages beside the same pool with FP32 states: operation for
-operation the same slots, the same convolution states, and the FP32 states as the codec reads them back."""
+"""SGLang's own MambaPool, its code to the letter, with packed pages beside the same pool with FP32 states.
+
+Operation for operation: the same slots, the same convolution states, and the FP32 states as the codec reads them back.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +82,8 @@ def codecs(state: PluginState | None = None) -> list[PackedCodec]:
 
 
 def compare(dense: Any, packed: Any, slots: list[int]) -> None:
-    """Convolution states are equal, and pages read back as the FP32 states do after the codec (which is idempotent here:
-    both pools were given states that had been through it)."""
+    """Convolution states are equal, and pages read back as the FP32 states: both pools were given states that had been
+    through the codec."""
     store = store_of(packed)
     assert store is not None
     assert torch.equal(dense.mamba_cache.conv[0], packed.mamba_cache.conv[0])

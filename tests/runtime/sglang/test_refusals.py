@@ -78,7 +78,7 @@ def test_heads_must_divide(tmp_path: Path) -> None:
 
 
 def test_tracked_prefixes_end_on_whole_windows() -> None:
-    with pytest.raises(BackendError, match="--mamba-track-interval is 100; .* a multiple of 8"):
+    with pytest.raises(BackendError, match=r"--mamba-track-interval is 100; .* a multiple of 8"):
         refusals.check_arguments(arguments(mamba_track_interval=100), plan_of())
 
 
@@ -92,13 +92,13 @@ def test_another_checkpoint(tmp_path: Path) -> None:
         refusals.check_checkpoint(str(copy), plan_of(), force=False)
     with pytest.raises(BackendError, match="is not what plan 'test' was made for: family kda"):
         refusals.check_checkpoint(str(tiny_model_path("tiny_kda")), plan_of(), force=False)
-    with pytest.raises(BackendError, match="--model-path: .*nowhere"):
+    with pytest.raises(BackendError, match=r"--model-path: .*nowhere"):
         refusals.local_checkpoint("nowhere")
 
 
 def test_a_synthetic_plan_is_served_only_when_forced() -> None:
     plan = plan_of(synthetic=True, fingerprint="synthetic")
-    with pytest.raises(BackendError, match="is synthetic .* force=true"):
+    with pytest.raises(BackendError, match=r"is synthetic .* force=true"):
         refusals.check_checkpoint(str(MODEL), plan, force=False)
     refusals.check_checkpoint(str(MODEL), plan, force=True)
     with pytest.raises(BackendError, match="is not what plan"):
