@@ -27,11 +27,13 @@ from stepquant.passes.protocol import Product, Products
 from stepquant.passes.rollout_traces import FIELDS, PREFILL
 from stepquant.small_operations import small_operations
 
+SETTLE = 0.5  # share of the decoded tokens that is run but not counted: errors of long-lived rows build up first
+
 
 class Rollout:
     """Mean cost a token of every precision: `rows` `[L, H, K, C]`, `heads` `[L, H, C]`; FP16 is the last one."""
 
-    name, version = "rollout", 1
+    name, version = "rollout", 2
     reads: tuple[str, ...] = (
         "spatial.codec", "spatial.refits", "allocation.unit", "allocation.mode", "budget.candidates", "window.length",
     )  # fmt: skip
@@ -42,7 +44,7 @@ class Rollout:
 
     def run(self, context: Context, products: Products) -> Product:
         candidates, w = table_candidates(context), products["row_weights"]["w"]
-        traces, window = products["rollout_traces"], context.recipe.window.length
+        traces, window = products["rollout_traces"], context.recipe.window.tokens
         count = traces["beta.0"].shape[0]
         together = 1 if context.device.type == "cpu" else count  # on a CPU a piece's states stay in its cache
         rows, heads = [], []
@@ -86,7 +88,8 @@ def rollout(
         window: tokens between requantisations; between them states evolve exactly.
 
     Returns:
-        Sums over the decoded tokens: rows `[H, K, C]` and heads `[H, C]`, float64, and the number of those tokens.
+        Sums over the second half of the decoded tokens: rows `[H, K, C]` and heads `[H, C]`, float64, and how many
+        tokens that are.
     """
     heads, rows, columns, count = q.shape[1], q.shape[2], v.shape[2], len(candidates)
     start = min(PREFILL, q.shape[0] // 3) // 8 * 8
@@ -101,17 +104,19 @@ def rollout(
     states = torch.stack([exact, *[codec.roundtrip(exact) for codec in codecs]])  # [1 + C, H, K, V]
     by_row = torch.zeros(count, heads, rows, dtype=torch.float64, device=q.device)
     by_head = torch.zeros(count, heads, dtype=torch.float64, device=q.device)
+    counted = start + int(SETTLE * (q.shape[0] - start))
     for t in range(start, q.shape[0]):
-        error = states[1:] - states[:1]
-        output = (read[t].unsqueeze(-2) @ error).squeeze(-2)  # [C, H, V]
-        by_head += (sensitivity[t] * output.square().sum(-1)).double()
-        by_row += ((sensitivity[t].unsqueeze(-1) * read[t].square()) * error.square_().sum(-1)).double()
+        if t >= counted:
+            error = states[1:] - states[:1]
+            output = (read[t].unsqueeze(-2) @ error).squeeze(-2)  # [C, H, V]
+            by_head += (sensitivity[t] * output.square().sum(-1)).double()
+            by_row += ((sensitivity[t].unsqueeze(-1) * read[t].square()) * error.square_().sum(-1)).double()
         states *= gate[t]
         states += k[t].unsqueeze(-1) * (beta[t].view(-1, 1, 1) * (v[t].unsqueeze(-2) - k[t].unsqueeze(-2) @ states))
         if (t + 1) % window == 0:
             for index, codec in enumerate(codecs):
                 states[index + 1] = codec.roundtrip(states[index + 1])
-    return by_row.permute(1, 2, 0).cpu(), by_head.T.cpu(), q.shape[0] - start
+    return by_row.permute(1, 2, 0).cpu(), by_head.T.cpu(), q.shape[0] - counted
 
 
 def rollout_table(products: Products, by_head: bool, source: str) -> Tensor:

@@ -14,15 +14,15 @@ from stepquant.passes.protocol import Product
 from stepquant.passes.spill import Fields, LayerStore
 from stepquant.recipe import Recipe
 
-SEGMENTS = 4  # evenly spaced among the calibration segments
-PREFILL, DECODE = 128, 384  # tokens of a segment that run exactly, and beside the quantised recurrence
+SEGMENTS = 2  # evenly spaced among the calibration segments
+PREFILL, DECODE = 128, 896  # tokens of a segment that run exactly, and beside the quantised recurrence
 FIELDS = ("q", "k", "v", "log_gate", "beta", "sensitivity")
 
 
 class RolloutTraces:
     """Inputs of every layer on the chosen pieces, `<field>.<layer>` `[S, T, H, ...]`, with F_t `[S, T, H]`."""
 
-    name, version = "rollout_traces", 2
+    name, version = "rollout_traces", 3
     reads: tuple[str, ...] = ("temporal.sensitivity", "seed")
     needs: tuple[str, ...] = ()
 

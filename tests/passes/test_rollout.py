@@ -25,7 +25,8 @@ def test_costs_are_those_of_the_recurrence(kda, window):
     sensitivity = torch.rand(TOKENS, 2)
     w, spec = torch.ones(2, 16), CodecSpec(codebook="shared" if kda else "head")
     rows, heads, tokens = rollout(q, k, v, gate, beta, sensitivity, w, spec, (4, 8), window)
-    assert tokens == TOKENS - START
+    counted = START + (TOKENS - START) // 2  # errors have to build up first
+    assert tokens == TOKENS - counted
     inputs = [x.double().unsqueeze(0) for x in (q, k, v, gate, beta)]
     _, exact = replay(*(x[:, :START] for x in inputs))
     for index, bits in enumerate((4, 8)):
@@ -37,7 +38,8 @@ def test_costs_are_those_of_the_recurrence(kda, window):
             now = [x[:, t] for x in inputs]
             reference, y = step(reference, *now)
             quantised, noisy = step(quantised, *now)
-            expected += sensitivity[t].double() * (noisy - y).square().sum(-1)[0]
+            if t >= counted:
+                expected += sensitivity[t].double() * (noisy - y).square().sum(-1)[0]
             if (t + 1) % window == 0:
                 quantised = codec.roundtrip(quantised.float()).double()
         torch.testing.assert_close(heads[:, index], expected, rtol=2e-2, atol=1e-9)
