@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 from stepquant.codec.recurrence import expand_gate
 
 GDN_CHUNK, KDA_CHUNK = 64, 16  # tokens; KDA's pairwise products grow with the chunk
+CPU_CHUNK = 8  # of states_at, where operations cost more than launches
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,9 @@ def states_every(
         yield (n + 1) * every, state
 
 
-def states_at(k: Tensor, v: Tensor, log_gate: Tensor, beta: Tensor, rows: list[int], done: list[int]) -> Tensor:
+def states_at(
+    k: Tensor, v: Tensor, log_gate: Tensor, beta: Tensor, rows: list[int], done: list[int], size: int | None = None
+) -> Tensor:
     """States `[n, H, K, V]` of segments `rows[i]` after `done[i]` updates each, from zero states.
 
     The state is carried over whole chunks only, three launches each; what lies between a chunk's beginning and a wanted
@@ -130,8 +133,10 @@ def states_at(k: Tensor, v: Tensor, log_gate: Tensor, beta: Tensor, rows: list[i
     Args:
         k: `[B, T, H, K]`; v: `[B, T, H, V]`; log_gate: `[B, T, H]` or `[B, T, H, K]`; beta: `[B, T, H]`.
         rows: segments, 0 .. B - 1; done: updates, 0 .. T.
+        size: tokens of a chunk; by default long ones, for few launches, and on a CPU short ones, for few operations.
     """
-    size = GDN_CHUNK if log_gate.dim() == 3 else KDA_CHUNK
+    if size is None:
+        size = CPU_CHUNK if k.device.type == "cpu" else GDN_CHUNK if log_gate.dim() == 3 else KDA_CHUNK
     heads, width, columns = k.shape[2], k.shape[3], v.shape[3]
     starts = v.new_zeros(len(rows), heads, width, columns)
     if not rows:

@@ -155,8 +155,8 @@ class Pipeline(Mapping[str, Product]):
                 self[need]
         with self._explained(name), self.context.progress.step(name):
             product = step.run(self.context, self)
-        if name not in UNCACHED:
-            self.context.cache.store(name, self.cache_keys[name], product)
+            if name not in UNCACHED:
+                self.context.cache.store(name, self.cache_keys[name], product)
         return product
 
     def _trace(self, name: str) -> Product:
@@ -175,9 +175,9 @@ class Pipeline(Mapping[str, Product]):
         title = f"trace ({', '.join(p.name for p in missing)})"
         with self._explained(title), self.context.progress.step(title, self.context.data.segments.numel()):
             products = run_observers(self.context, missing, key)
-        for made, product in products.items():
-            self.context.cache.store(made, self.cache_keys[made], product)
-            self.made[made] = product
+            for made, product in products.items():
+                self.context.cache.store(made, self.cache_keys[made], product)
+                self.made[made] = product
         self.context.cache.drop_partial(key)
         return self.made[name]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stepquant.codec.chunks import delta_rule, states_at, states_every
+from stepquant.codec.chunks import GDN_CHUNK, KDA_CHUNK, delta_rule, states_at, states_every
 from stepquant.codec.recurrence import expand_gate, replay, step, transition_rows
 
 
@@ -97,10 +97,11 @@ def test_chunked_states_match_the_replay(kda, every, strongest):
 
 @pytest.mark.parametrize("kda", [False, True])
 @pytest.mark.parametrize("strongest", [0.01, 6.0, 300.0])
-def test_states_at_any_update_match_the_replay(kda, strongest):
+@pytest.mark.parametrize("size", [None, 16, 64])
+def test_states_at_any_update_match_the_replay(kda, strongest, size):
     q, k, v, gate, beta = draw(7, kda, batch=3, tokens=150, strongest=strongest)
     rows, done = [2, 0, 2, 2, 0, 2], [150, 64, 8, 129, 7, 0]  # chunk boundaries, middles, the end, nothing
-    found = states_at(k, v, gate, beta, rows, done)
+    found = states_at(k, v, gate, beta, rows, done, size)
     for state, row, count in zip(found, rows, done, strict=True):
         _, expected = replay(*(x[row : row + 1, :count] for x in (q, k, v, gate, beta)))
         torch.testing.assert_close(state, expected[0], rtol=1e-9, atol=1e-12)
@@ -130,7 +131,7 @@ def test_a_few_samples_cost_few_launches(kda):
     _, k, v, gate, beta = draw(1, kda, batch=4, tokens=2048, heads=1, rows=128, columns=128)
     rows, done = [0, 1, 1, 3, 2, 0, 3, 1], [2040, 8, 1000, 504, 720, 88, 1304, 1640]
     with Count() as at:
-        states_at(k, v, gate, beta, rows, done)
+        states_at(k, v, gate, beta, rows, done, KDA_CHUNK if kda else GDN_CHUNK)
     with Count() as every:
         for _ in states_every(k, v, gate, beta, 8):
             pass
