@@ -171,7 +171,7 @@ class SlotStore:
             return
         index = slots.long().clamp(min=0)
         state = self.table[:, index]
-        pending = torch.where(slots >= 0, state[PENDING], 0)
+        pending = torch.where(slots > 0, state[PENDING], 0)
         targets = torch.where(pending > 0, slots.int(), -1)
         rows = state[ROW].clamp(min=0)
         for layer, buffers in enumerate(self.buffers):
@@ -194,6 +194,7 @@ class SlotStore:
             prefixes: int `[B]`, tokens that are in the state already (0: whatever the slot holds is another's).
             lengths: int `[B]`, tokens after this prefill.
         """
+        self.flush(torch.where(prefixes > 0, slots, -1))  # before a request takes another row
         index = slots.long().clamp(min=0)
         fresh = torch.where(prefixes == 0, index, PADDING_SLOT)
         self.pages.index_fill_(0, fresh, 0)
@@ -203,15 +204,7 @@ class SlotStore:
         self._bad = torch.zeros(len(slots), dtype=torch.bool, device=self.device)
 
     def read_states(self, layer: int, slots: Tensor, workspace: Tensor, v_first: bool = True) -> Tensor:
-        """States of slots, pending tokens folded in, as FP32 `[B, H, V, K]` (`[B, H, K, V]` without `v_first`)."""
-        if self.window > 1:
-            index = slots.long().clamp(min=0)
-            state = self.table[:, index]
-            pending = torch.where(slots > 0, state[PENDING], 0)
-            self.kernels.flush(
-                layer, self.page(layer), torch.where(pending > 0, slots.int(), -1), self.buffers[layer],
-                state[ROW].clamp(min=0), state[PHASE], pending,
-            )  # fmt: skip
+        """States of the slots of `begin_extend` as FP32 `[B, H, V, K]` (`[B, H, K, V]` without `v_first`)."""
         return self.kernels.unpack(layer, self.page(layer), slots, workspace, v_first)
 
     def write_states(self, layer: int, slots: Tensor, states: Tensor, v_first: bool = True) -> Tensor:

@@ -15,6 +15,7 @@ from stepquant.codec.packed import PackedCodec
 from stepquant.codec.window import WriteWindow
 from stepquant.errors import BackendError
 from stepquant.runtime.pool import PackedPool
+from stepquant.runtime.reference import ReferenceKernels
 from stepquant.runtime.slots import HostSlots
 from tests.runtime.plans import HEADS, LAYERS, K, V, kernels_of, layout_of, token_of
 from tests.runtime.test_reference import exact
@@ -112,7 +113,7 @@ class PoolMachine(RuleBasedStateMachine):
         slot = self.pick(data)
         plain = self.plain[slot]
         free_rows = set(range(1, REQUESTS + 1)) - {p.row for p in self.plain.values()}
-        row = plain.row if plain.row is not None else min(free_rows, default=None)
+        row = min(free_rows, default=plain.row)  # also one that runs goes on in another row, if there is one
         if row is None:
             return
         prefix = plain.length if again else 0
@@ -305,3 +306,42 @@ def test_bytes() -> None:
     )  # fp32 buffers have no scales; u_now is shared
     assert pool.window_bytes == own + pool.buffers[0].u_now.nbytes
     assert pool.nbytes == pool.pages.nbytes + pool.table.nbytes + pool.window_bytes
+
+
+def test_the_heads_of_two_ranks_are_the_heads_of_one() -> None:
+    """Tensor parallelism: pages, outputs and folds of the ranks lie end to end."""
+    (layout, w, codec), size = layout_of("kda"), HEADS
+    parts = [
+        ReferenceKernels(layout.rank(i, size), w[:, i : i + 1].contiguous(), codec, "kda", 1, 4, "fp32")
+        for i in range(size)
+    ]
+    whole = PackedPool(layout, kernels_of("kda", 4), 3, 3, "cpu")
+    ranks = [PackedPool(layout.rank(i, size), parts[i], 3, 3, "cpu") for i in range(size)]
+    g = torch.Generator().manual_seed(0)
+    states = torch.randn(LAYERS, 2, HEADS, V, K, generator=g) * 0.1
+    for rank, pool in enumerate([whole, *ranks]):
+        slots = pool.alloc(2)
+        assert slots is not None
+        pool.begin_extend(slots, slots, torch.zeros(2), torch.tensor([2, 3]))
+        for layer in range(LAYERS):
+            pool.extend_layer(layer, slots, states[layer] if rank == 0 else states[layer, :, rank - 1 : rank])
+    for _ in range(5):
+        for layer in range(LAYERS):
+            token = token_of("kda", 2, g)
+            outs = []
+            for rank, pool in enumerate([whole, *ranks]):
+                own = dict(token)
+                if rank:
+                    head, rows = slice(rank - 1, rank), slice((rank - 1) * K, rank * K)
+                    own = {n: x[:, head] for n, x in token.items() if n in ("q", "k", "v", "b")}
+                    own |= {"a": token["a"][:, rows], "A_log": token["A_log"][head], "dt_bias": token["dt_bias"][rows]}
+                outs.append(torch.empty(2, HEADS if rank == 0 else 1, V))
+                pool.decode(layer, torch.tensor([1, 2], dtype=torch.int32), **own, scale=K**-0.5, out=outs[-1])
+            assert torch.allclose(outs[0], torch.cat(outs[1:], 1), atol=1e-6)
+    for layer in range(LAYERS):
+        found = [
+            pool.kernels.unpack(layer, pool.page(layer), torch.tensor([1, 2]), torch.zeros(2, 1, K, V))
+            for pool in ranks
+        ]
+        expected = whole.kernels.unpack(layer, whole.page(layer), torch.tensor([1, 2]), torch.zeros(2, HEADS, K, V))
+        assert torch.allclose(torch.cat(found, 1), expected, atol=1e-5)

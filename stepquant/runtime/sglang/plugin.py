@@ -77,6 +77,7 @@ def check_server(original: Callable[..., Any], self: Any) -> Any:
     result = original(self)
     state = current()
     arguments, plan = refusals.resolved(self), state.rank_plan(0, 1).plan
+    refusals.check_environment(state.version.refused)
     refusals.check_arguments(arguments, plan)
     refusals.check_checkpoint(str(refusals.local_checkpoint(str(self.model_path))), plan, state.force)
     return result

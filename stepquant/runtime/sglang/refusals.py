@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ CHECK_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "enable_hierarchical_cache": ((False,), "the host cache of prefixes copies FP32 states by their layout"),
     "enable_memory_saver": ((False,), "the packed pool does not take part in memory saving"),
     "enable_two_batch_overlap": ((False,), "two batches interleave their layers"),
+    "enable_streaming_session": ((False,), "sessions that keep their states between turns are not tested"),
     "enable_pdmux": ((False,), "prefill and decode run at the same time on one pool"),
     "linear_attn_backend": (("triton",), "the packed kernels take the place of the Triton ones"),
     "linear_attn_decode_backend": ((None, "triton"), "the packed kernels take the place of the Triton ones"),
@@ -102,6 +104,13 @@ def check_plugin_allowed(allowed: str | None) -> None:
     names = {name.strip() for name in (allowed or "").split(",") if name.strip()}
     if names and "stepquant" not in names:
         raise BackendError(f"SGLANG_PLUGINS is {allowed!r} and leaves out stepquant; add it, or unset the variable")
+
+
+def check_environment(refused: Mapping[str, str]) -> None:
+    """Raises BackendError for a variable that is switched on and whose path the plugin does not hook."""
+    for name, reason in refused.items():
+        if os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "y", "on"):
+            raise BackendError(f"{name} is {os.environ[name]!r}; with a packed state it must be unset: {reason}")
 
 
 def resolved(server_args: Any) -> Any:

@@ -31,6 +31,7 @@ class Version:
         state_params: class whose property `mamba_cache_per_req` says what a slot costs.
         request: where a request keeps its slot: the attributes on the way from `Req`.
         environment: variables that switch off paths which read the state pool past the dispatcher.
+        refused: variables that switch on what the plugin does not hook, with why.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Version:
     state_params: str
     request: tuple[str, ...]
     environment: dict[str, str]
+    refused: dict[str, str]
 
 
 _POOL = f"{MEMORY_POOL}.MambaPool"
@@ -86,6 +88,7 @@ VERSIONS = {
                 ),
             },
             "sglang.srt.configs.mamba_utils.BaseLinearStateParams", ("mamba_pool_idx",), {},
+            {"SGLANG_ENABLE_UNIFIED_RADIX_TREE": "the unified prefix cache of this version is not hooked"},
         ),
         Version(
             "0.5.23", False,
@@ -129,7 +132,7 @@ VERSIONS = {
                 ),
             },
             "sglang.srt.configs.mamba_utils.BaseLinearStateParams", ("kv", "mamba_pool_idx"),
-            {"SGLANG_DISABLE_KDA_PREFILL_GRAPH_EXTEND": "1"},
+            {"SGLANG_DISABLE_KDA_PREFILL_GRAPH_EXTEND": "1"}, {},
         ),
     )
 }  # fmt: skip

@@ -19,6 +19,7 @@ from stepquant.plan import LayoutPlan, WindowSpec
 from stepquant.runtime.load import load_rank_plan
 from stepquant.runtime.sglang import plugin, refusals
 from stepquant.runtime.sglang.state import activate
+from stepquant.runtime.sglang.versions import VERSIONS
 from tests.runtime.sglang.test_hooks import state_of
 
 MODEL = tiny_model_path("tiny_gdn")
@@ -52,6 +53,7 @@ def arguments(**more: Any) -> SimpleNamespace:
     [
         ("speculative_algorithm", "EAGLE"), ("disaggregation_mode", "decode"), ("pp_size", 2),
         ("enable_dp_attention", True), ("attn_cp_size", 2), ("enable_hierarchical_cache", True),
+        ("enable_streaming_session", True),
         ("enable_memory_saver", True), ("enable_two_batch_overlap", True), ("enable_pdmux", True),
         ("linear_attn_backend", "flashinfer"), ("linear_attn_decode_backend", "cutedsl"),
         ("linear_attn_prefill_backend", "flashinfer"), ("mamba_ssm_dtype", "bfloat16"),
@@ -116,6 +118,15 @@ def test_a_codec_that_is_simulated_only(tmp_path: Path) -> None:
     plan_of(bits=torch.full_like(plan_of().bits, 5)).save(tmp_path)
     with pytest.raises(BackendError, match=r"precisions \[5\] is simulated only"):
         load_rank_plan(tmp_path)
+
+
+def test_a_prefix_cache_that_is_not_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = VERSIONS["0.5.12"].refused
+    monkeypatch.delenv("SGLANG_ENABLE_UNIFIED_RADIX_TREE", raising=False)
+    refusals.check_environment(refused)
+    monkeypatch.setenv("SGLANG_ENABLE_UNIFIED_RADIX_TREE", "1")
+    with pytest.raises(BackendError, match=r"SGLANG_ENABLE_UNIFIED_RADIX_TREE is '1'; .* must be unset"):
+        refusals.check_environment(refused)
 
 
 def test_the_server_checks_its_arguments_before_it_starts(tmp_path: Path) -> None:
