@@ -137,7 +137,7 @@ class LayerwiseModel:
                     reached[:] = [Reached(index + 1, output, kept)]
                     if on_layer is not None:
                         on_layer(LayerDone(index, len(layers), time.monotonic() - began))
-                    if directory is not None and index < last and time.monotonic() - wrote >= save_seconds:
+                    if directory is not None and time.monotonic() - wrote >= save_seconds:
                         save_progress(directory, key, reached[0])
                         written, wrote = index + 1, time.monotonic()
                 if index == last:

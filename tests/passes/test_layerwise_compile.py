@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from stepquant.errors import ModelError, RecipeError
+from stepquant.errors import ArtifactError, ModelError, RecipeError
 from stepquant.models import layerwise
 from stepquant.models.checkpoint import read_config
 from stepquant.models.families import geometry_from_config
@@ -123,6 +123,26 @@ def test_resumes_at_the_layer_reached(family, killed, checkpoints, text, tmp_pat
     assert applied == list(range(expected.context.geometry.layers[-1] + 1))
     compare(found, expected)
     assert not list((tmp_path / "cut" / "partial").glob("*"))
+
+
+def test_a_disk_that_is_full_after_the_last_layer_costs_no_second_run(checkpoints, text, tmp_path, monkeypatch):
+    """Products that cannot be stored leave the run where it is: at its end."""
+    run = layerwise.LayerwiseModel.run
+    monkeypatch.setattr(layerwise.LayerwiseModel, "run", functools.partialmethod(run, save_seconds=0.0))
+    first = open_pipeline(checkpoints("qwen3_5"), text, tmp_path, "layerwise")
+
+    def full(*_):
+        raise ArtifactError("no space")
+
+    monkeypatch.setattr(first.context.cache, "store", full)
+    with pytest.raises(ArtifactError, match="no space"):
+        _ = first["gate_statistics"]
+    monkeypatch.setattr(layerwise.LayerwiseModel, "_apply", lambda *_a, **_k: pytest.fail("a layer ran again"))
+    again = open_pipeline(checkpoints("qwen3_5"), text, tmp_path, "layerwise")
+    again.run()
+    expected = open_pipeline(checkpoints("qwen3_5"), text, tmp_path / "whole")
+    expected.run()
+    compare(again, expected)
 
 
 def test_a_resumed_run_whose_samples_are_gone_starts_over(checkpoints, text, tmp_path, monkeypatch):
