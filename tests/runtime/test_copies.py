@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from types import ModuleType
 
 import pytest
@@ -16,22 +15,15 @@ SOURCE = torch.tensor([1, 2, -1, 3], dtype=torch.int32)
 TARGET, MASK = torch.tensor([4, 5, 3, 0]), torch.tensor([True, False, True, True])
 
 
-@pytest.fixture(scope="module")
-def kernels() -> ModuleType:
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module's kernels, decorated for the interpreter."""
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        spec = importlib.util.find_spec("stepquant.runtime.copies")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        if before is None:
-            del os.environ["TRITON_INTERPRET"]
-        else:
-            os.environ["TRITON_INTERPRET"] = before
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    spec = importlib.util.find_spec("stepquant.runtime.copies")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,16 +90,26 @@ def build(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -
     self.mem_usage += store.nbytes / GIB
     conv = sum(c.nbytes for c in self.mamba_cache.conv)
     fp32 = 4 * plan.layout.num_layers * heads * value_dim * key_dim
+    capped = cap_set_by(current().report, requests)
     current().report.update(
         slots=self.size, requests=requests, slot_bytes=store.slot_bytes, fp32_slot_bytes=fp32,
         compression=round(fp32 / store.slot_bytes, 3), pool_bytes=store.nbytes, window_bytes=store.window_bytes,
-        conv_bytes=conv,
+        conv_bytes=conv, cap_set_by=capped,
     )  # fmt: skip
     logger.info(
         f"stepquant: packed state pool of {self.size} slots and 1 for padding, {store.slot_bytes:,} bytes each instead "
-        f"of {fp32:,} ({fp32 / store.slot_bytes:.2f}x), window W={store.window} for {requests} running requests; "
-        f"{store.nbytes / GIB:.2f} GiB and {conv / GIB:.2f} GiB of convolution states"
+        f"of {fp32:,} ({fp32 / store.slot_bytes:.2f}x), window W={store.window}; at most {requests} running "
+        f"requests, set by {capped}; {store.nbytes / GIB:.2f} GiB and {conv / GIB:.2f} GiB of convolution states"
     )
+
+
+def cap_set_by(report: Mapping[str, Any], requests: int) -> str:
+    """What the number of running requests follows from, of the sizing's figures."""
+    if requests == report.get("max_running_requests"):
+        return "--max-running-requests"
+    if requests == report.get("state_cap"):
+        return f"the state slots ({report['set_by']})"
+    return "the KV cache or SGLang's own limits"
 
 
 def check_geometry(plan: RankPlan, params: Any, layers: list[int]) -> None:

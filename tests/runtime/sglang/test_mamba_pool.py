@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from stepquant.geometry import Geometry
 from stepquant.plan import LayoutPlan, WindowSpec
 from stepquant.runtime.load import RankPlan
 from stepquant.runtime.sglang import hooks, plugin, sizing
-from stepquant.runtime.sglang.pool import HostCopy, PackedStates, store_of
+from stepquant.runtime.sglang.pool import HostCopy, PackedStates, cap_set_by, store_of
 from stepquant.runtime.sglang.state import PluginState, activate
+from stepquant.runtime.sizing import PoolArguments, size_pool
 from tests.runtime.plans import HEADS, LAYERS, K, V, layout_of
 from tests.runtime.sglang.sources import UTILS, fake_sglang
 from tests.runtime.sglang.test_hooks import state_of
@@ -250,3 +252,46 @@ def test_a_copy_without_pages_is_refused(pools: tuple[str, Any, Any]) -> None:
     _, dense, packed = pools
     with pytest.raises(BackendError, match="holds no packed pages"):
         packed.load_cpu_copy(dense.get_cpu_copy(torch.tensor([1])), torch.tensor([1]))
+
+
+def test_what_caps_the_running_requests() -> None:
+    report = {"max_running_requests": 48, "state_cap": 60, "set_by": "--mamba-full-memory-ratio"}
+    assert cap_set_by(report, 48) == "--max-running-requests"
+    assert cap_set_by(report, 60) == "the state slots (--mamba-full-memory-ratio)"
+    assert cap_set_by(report, 40) == "the KV cache or SGLang's own limits"
+
+
+class Runner:
+    """SGLang's model runner as the sizing sees it: 3 slots a request, 2 GiB at first, the ratio rule."""
+
+    def __init__(self) -> None:
+        self.mambaish_config = SimpleNamespace(mamba2_cache_params=cache_params())
+        self.server_args = SimpleNamespace(max_mamba_cache_size=None, max_running_requests=None)
+
+    def _calculate_mamba_ratio(self) -> int:
+        return 3
+
+    def original(self, total_rest_memory: float) -> float:
+        """The ratio branch of SGLang's handle_max_mamba_cache, in GiB."""
+        each = self.mambaish_config.mamba2_cache_params.mamba_cache_per_req
+        share = total_rest_memory * 0.9 / 1.9 * 2**30
+        self.server_args.max_mamba_cache_size = int(share // each)
+        return total_rest_memory - self.server_args.max_mamba_cache_size * each / 2**30
+
+
+def test_sizing_charges_what_is_fixed_and_fills_the_rest_with_packed_slots(pools: tuple[str, Any, Any]) -> None:
+    version, _, _ = pools
+    state = state_of(version)
+    state.plans[0, 1] = rank_plan()
+    activate(state)
+    runner = Runner()
+    dense_slots = int(2 * 0.9 / 1.9 * 2**30 // runner.mambaish_config.mamba2_cache_params.mamba_cache_per_req)
+    sizing.install_slot_bytes(state.version.state_params)
+    left = sizing.size_states(Runner.original, runner, 2.0)
+    cost = sizing.slot_cost(rank_plan(), sizing.conv_bytes(cache_params()))
+    slots = runner.server_args.max_mamba_cache_size
+    expected = size_pool(2 * 2**30, PoolArguments(slots_per_request=3, disable_radix_cache=False), cost)
+    assert abs(slots - expected.slots) <= 1
+    assert slots > 1.8 * dense_slots  # convolution states and windows weigh much beside states this small
+    assert left * 2**30 == pytest.approx(expected.left_bytes, rel=1e-3)
+    assert (state.report["set_by"], state.report["state_cap"]) == ("--mamba-full-memory-ratio", slots // 3)
