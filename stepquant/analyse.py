@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepquant.commands import exit_code
+from stepquant.commands import EXIT_ERROR, exit_code
 from stepquant.config import hydra_config_command
 
 USAGE = "usage: python -m stepquant.analyse NAME plan=DIR [KEY=VALUE ...]\n\nNAME is one of\n"
@@ -16,7 +16,7 @@ USAGE = "usage: python -m stepquant.analyse NAME plan=DIR [KEY=VALUE ...]\n\nNAM
 def run(name: str, config: Any) -> None:
     """Run one analysis, print what it found, and write ``numbers.json`` and ``figure.html``."""
     from stepquant.errors import RecipeError
-    from stepquant.evaluation.analyses import AnalysisRun, run_analysis
+    from stepquant.evaluation.analyses import AnalysisRun, check_settings, run_analysis
     from stepquant.evaluation.run import open_run
     from stepquant.evaluation.settings import AnalyseSettings, from_config
     from stepquant.files import write_json, write_text
@@ -26,6 +26,7 @@ def run(name: str, config: Any) -> None:
     settings = from_config(AnalyseSettings, config)
     if settings.plan is None:
         raise RecipeError("plan is not given; compile one and give plan=DIR, e.g. plan=build/tiny_gdn_6bit")
+    check_settings(name, settings)
     plan = load_plan(settings.plan)
     from stepquant.artifact import read_tables
 
@@ -49,8 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = next((a for a in arguments if "=" not in a and not a.startswith("-")), None)
     if name is None:
         listed = "\n".join(f"  {key:<12} {what}" for key, what in ANALYSES.items())
-        print(f"{USAGE}{listed}\n")
-        return 0 if {"-h", "--help"} & set(arguments) else 2
+        asked = bool({"-h", "--help"} & set(arguments))
+        print(f"{USAGE}{listed}\n", file=sys.stdout if asked else sys.stderr)
+        if not asked:
+            print("error: no analysis is named; put its NAME first", file=sys.stderr)
+        return 0 if asked else EXIT_ERROR
     arguments.remove(name)
     code = exit_code(lambda: check_name(name))
     return code or hydra_config_command(lambda config: run(name, config), "analyse", "analyse", arguments)

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
-from stepquant.errors import StepQuantError
+from stepquant.errors import StepQuantError, closest
 
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
+
+
+class Parser(argparse.ArgumentParser):
+    """Options whose mistakes give one line, the closest option for an unknown one, and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        hint = ""
+        if message.startswith("unrecognized arguments: "):
+            hint = closest(message.split()[2], [o for a in self._actions for o in a.option_strings])
+        self.exit(EXIT_ERROR, f"error: {message}{hint}; see {self.prog} --help\n")
 
 
 def exit_code(command: Callable[[], int | None]) -> int:

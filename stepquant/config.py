@@ -14,13 +14,13 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from hydra import initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from stepquant import config_compose as composing
-from stepquant.commands import EXIT_ERROR, EXIT_INTERRUPTED, exit_code
+from stepquant.commands import EXIT_ERROR, EXIT_INTERRUPTED, Parser, exit_code
 from stepquant.config_compose import Job
 from stepquant.errors import StepQuantError
 from stepquant.recipe import Recipe
@@ -97,14 +97,9 @@ def _configuration() -> Any:
     return initialize_config_dir(str(conf_dir()), job_name="stepquant", version_base="1.3")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_ERROR, f"error: {message}; see python -m {self.prog} --help\n")
-
-
 def _parser(name: str) -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog=f"stepquant.{name}",
+    parser = Parser(
+        prog=f"python -m stepquant.{name}",
         usage=f"python -m stepquant.{name} [KEY=VALUE ...] [-m] [--cfg job]",
         add_help=False,
         allow_abbrev=False,

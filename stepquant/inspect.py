@@ -12,18 +12,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from stepquant.commands import exit_code
+from stepquant.commands import Parser, exit_code
 from stepquant.compare import compare_plans, comparison_tables
-from stepquant.errors import StepQuantError
+from stepquant.errors import RecipeError, StepQuantError
 from stepquant.memory import SLOTS_PER_REQUEST
 from stepquant.plan import load_plan
-from stepquant.run_record import read_run, run_table
+from stepquant.run_record import RUN_JSON, read_run, run_table
 from stepquant.summary import plain_console, plan_summary, print_summary, serving_memory, serving_rows, serving_table
 from stepquant.units import parse_bytes
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m stepquant.inspect",
         description="Show a plan: bits, bytes, serving memory (equation 24); with two plans, their differences.",
     )
@@ -55,7 +55,7 @@ def _size(text: str) -> int:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 10**9:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 1,000,000,000")
     return int(text)
 
 
@@ -85,12 +85,14 @@ def full_summary(args: argparse.Namespace) -> dict[str, Any]:
             name: serving_memory(summary, weights, args.slots, fp32).concurrency(args.memory, args.context)
             for name, fp32 in (("fp32", True), ("plan", False))
         }
+        summary["concurrency"]["weights"] = weights
     return summary
 
 
 def show(args: argparse.Namespace, console: Console) -> None:
     """Print one plan, or the comparison of two."""
     if args.other is not None:
+        _refuse_ignored(args)
         comparison = compare_plans(args.plan, args.other)
         if args.json:
             print(json.dumps(comparison, indent=2, sort_keys=True))
@@ -105,9 +107,24 @@ def show(args: argparse.Namespace, console: Console) -> None:
     print_summary(summary, console)
     if args.passes and "run" in summary:
         console.print(run_table(summary["run"]))
+    elif args.passes:
+        console.print(f"{args.plan / RUN_JSON} is missing, damaged or of another plan: compile again for the passes")
     if args.layers:
         console.print(layer_table(summary))
     console.print(serving_table(summary, args.weights or 0, args.slots, args.batch, args.context))
+
+
+def _refuse_ignored(args: argparse.Namespace) -> None:
+    """Two plans are compared as they are; what concerns the serving of one is refused.
+
+    Raises:
+        RecipeError: naming the options.
+    """
+    defaults = _parser().parse_args([str(args.plan)])
+    names = ("passes", "layers", "weights", "batch", "context", "slots", "memory", "kernels", "variant", "target")
+    given = [f"--{n}" for n in names if getattr(args, n, None) != getattr(defaults, n, None)]
+    if given:
+        raise RecipeError(f"{', '.join(given)} is for one plan, and two are compared; inspect each by itself")
 
 
 def layer_table(summary: dict[str, Any]) -> Table:

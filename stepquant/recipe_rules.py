@@ -141,12 +141,19 @@ def check(recipe: Recipe) -> None:
             raise RecipeError(
                 f"allocation.floors.{name} is {floor}, above allocation.caps.{name} = {cap}; lower the floor"
             )
-    if recipe.data.source == "file" and recipe.data.path is None:
+    check_text(recipe.data.source, recipe.data.path)
+
+
+def check_text(source: str, path: str | None) -> None:
+    """Refuse a file that would not be read, and a missing one that would.
+
+    Raises:
+        RecipeError: naming the keys.
+    """
+    if source == "file" and path is None:
         raise RecipeError("data.path is not set, but data.source is 'file'; give data.path=/path/to/text")
-    if recipe.data.source == "builtin" and recipe.data.path is not None:
-        raise RecipeError(
-            f"data.path is {recipe.data.path!r}, but data.source=builtin reads no file; set data.source=file"
-        )
+    if source != "file" and path is not None:
+        raise RecipeError(f"data.path is {path!r}, but data.source={source} reads no file; set data.source=file")
 
 
 def _check_model(recipe: Recipe) -> None:

@@ -122,11 +122,14 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
     if summary.get("synthetic"):
         console.print(SYNTHETIC_NOTE, style="bold yellow")
     g, size = summary["geometry"], summary["bytes_per_request"]
-    table = Table(title=f"{summary['name']}{' (dry run)' if summary.get('dry_run') else ''}", show_header=False)
+    budget = summary.get("budget") or {}
+    nominal = f", {budget['bits']:.4g} bits nominal" if budget.get("bits") is not None else ""
+    title = f"{summary['name']}{nominal}{' (dry run)' if summary.get('dry_run') else ''}"
+    table = Table(title=title, show_header=False)
     table.add_row("model", f"{g['model_type']}: {len(g['layers'])} delta-rule layers of {g['num_layers']}, "
                   f"{g['num_heads']} heads of {g['key_dim']} x {g['value_dim']} ({g['family'].upper()})")  # fmt: skip
     codec = summary["codec"]
-    table.add_row("codec", f"{codec['kind']}, {codec['codebook']} codebook, {codec['refits']} refit(s)")
+    table.add_row("codec", f"{codec['kind']}, {codec['codebook']} codebook, refits: {codec['refits']}")
     if "bits_histogram" in summary:
         histogram = summary["bits_histogram"]
         parts = [f"{n} x {'FP16' if b == str(PIVOT) else b + ' bits'}" for b, n in histogram["total"].items()]
@@ -137,12 +140,16 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
         table.add_row("  of which", f"codes {size['codes']:,}, scales {size['scales']:,}, pivots {size['pivots']:,}")
         table.add_row("  on top", f"padding {size['padding']:,}; the pool allocates {size['allocated']:,}")
     if "bits_per_value" in summary:
-        table.add_row(
-            "bits a value", f"{summary['bits_per_value']:.4f}, compression {summary['compression_fp32']:.2f}x"
-        )
+        table.add_row("bits a value", f"{summary['bits_per_value']:.4f} stored, with scales and FP16 pivots"
+                      f"{nominal and ' (' + nominal[2:] + ': pivots charged 8 bits, scales not)'}; compression "
+                      f"{summary['compression_fp32']:.2f}x")  # fmt: skip
     window = summary["window"]
     running = summary["bytes_per_running_request"]
-    chosen = "chosen by the solver" if window["length"] == "auto" else f"{window['length']} token(s)"
+    chosen = (
+        "chosen by the solver"
+        if window["length"] == "auto"
+        else f"{window['length']} token{'s' if window['length'] > 1 else ''}"
+    )
     table.add_row("write window", chosen
                   + (f" in {window['dtype']}, {running:,} bytes a running request" if running else ""))  # fmt: skip
     predicted = summary.get("predicted", {})
@@ -152,10 +159,14 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
         table.add_row("solver", f"{predicted['solver']}, {predicted.get('status', '-')}{proof}; predicted cost a token "
                       f"{cost:.3g}")  # fmt: skip
     for tried in predicted.get("windows", []):
-        table.add_row(f"  W = {tried['window']}", f"{tried['bits']:.4f} bits a value would cost "
+        table.add_row(f"  W = {tried['window']}", f"{tried['bits']:.4f} nominal bits a value would cost "
                       f"{tried['predicted_cost_per_token']:.3g} a token")  # fmt: skip
     if "concurrency" in summary:
-        table.add_row("requests", f"{summary['concurrency']['plan']} (FP32 {summary['concurrency']['fp32']})")
+        weights = summary["concurrency"].get("weights")
+        beside = "" if weights is None else f", beside {format_bytes(weights)} of weights"
+        hint = "; --weights BYTES counts the model" if weights == 0 else ""
+        found = summary["concurrency"]
+        table.add_row("requests", f"{found['plan']} (FP32 {found['fp32']}){beside}{hint}")
     if "passes" in summary:
         table.add_row("would run", ", ".join(summary["passes"]))
     for note in summary.get("notes", []):
@@ -166,7 +177,7 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
 def serving_table(summary: dict[str, Any], weights: int, slots: int, batches: list[int], context: int) -> Table:
     """Equation 24 for several batch sizes, FP32 beside the plan."""
     table = Table(
-        title=f"serving memory, GiB: {slots} slot(s) a request, {context} tokens, weights {weights / GIB:.2f}"
+        title=f"serving memory, GiB: {slots} slots a request, {context} tokens, weights {weights / GIB:.2f}"
     )
     for name in ("batch", "state FP32", "state plan", "total FP32", "total plan", "saved"):
         table.add_column(name, justify="right")

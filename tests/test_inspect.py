@@ -14,6 +14,7 @@ from stepquant.compare import compare_plans
 from stepquant.errors import ArtifactError
 from stepquant.inspect import main
 from stepquant.memory import GIB
+from stepquant.passes.layout import permutation
 from stepquant.plan import LayoutPlan
 from stepquant.summary import SYNTHETIC_NOTE
 from tests.plans import small_plan, synthetic_plan
@@ -161,8 +162,10 @@ def test_comparison_of_the_same_and_of_other_models(tmp_path, capsys, qwen, kimi
     assert "DIFFERENT checkpoints" in run(capsys, first, second)[1]
     assert "SYNTHETIC" not in run(capsys, first, second)[1]
     assert "SYNTHETIC" in run(capsys, qwen, qwen)[1]
-    with pytest.raises(ArtifactError, match=r"\[48, 48, 128\] x 128 columns, .* for \[20, 32, 128\] x 128"):
+    with pytest.raises(ArtifactError, match=r"for GDN states .* for KDA ones .*; compare plans of one model"):
         compare_plans(qwen, kimi)
+    with pytest.raises(ArtifactError, match=r"\[48, 48, 128\] x 128 columns, .* for \[\d, \d, \d+\] x "):
+        compare_plans(qwen, first)
     code, out, err = run(capsys, qwen, kimi)
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
@@ -183,10 +186,10 @@ def test_a_bad_artifact_is_one_line_and_exit_code_2(tmp_path, capsys, args):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--weights", "many"], "'many' is no size in bytes"), (["--batch", "0"], "'0' is no positive whole number"),
-        (["--batch", "1,x"], "'x' is no positive"), (["--slots", "sometimes"], "nor one of off, no_buffer"),
+        (["--weights", "many"], "'many' is no size in bytes"), (["--batch", "0"], "'0' is no whole number"),
+        (["--batch", "1,x"], "'x' is no whole number"), (["--slots", "sometimes"], "nor one of off, no_buffer"),
         (["--slots", "0"], "neither a positive number"), (["--memory", "5XB"], "'5XB' is no size"),
-        (["--context", "-3"], "'-3' is no positive"), (["--nonsense"], "unrecognized arguments"), ([], "plan"),
+        (["--context", "-3"], "'-3' is no whole number"), (["--nonsense"], "unrecognized arguments"), ([], "plan"),
     ],
 )  # fmt: skip
 def test_bad_arguments_exit_with_2(qwen, capsys, args, message):
@@ -202,3 +205,40 @@ def test_as_a_command(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "option", [["--memory", "1GiB"], ["--layers"], ["--passes"], ["--weights", "1GiB"], ["--batch", "4"]]
+)
+def test_options_of_one_plan_are_refused_for_two(tmp_path, capsys, option):
+    plan = save(small_plan(), tmp_path / "a")
+    code, out, err = run(capsys, plan, plan, *option)
+    assert (code, out) == (2, "")
+    assert err == f"error: {option[0]} is for one plan, and two are compared; inspect each by itself\n"
+
+
+def test_comparison_names_directories_and_moved_pivots(tmp_path, capsys):
+    old = small_plan()
+    bits = old.bits.clone()
+    bits[0, 3], bits[1, 1] = 4, 16  # the FP16 head moves to the other layer
+    new = small_plan(bits=bits, permutation=permutation(bits))
+    first, second = save(old, tmp_path / "before"), save(new, tmp_path / "after")
+    found = compare_plans(first, second)
+    layers = old.geometry.layers
+    assert found["pivots"] == [[f"{layers[0]}/3"], [f"{layers[1]}/1"]]
+    assert [p["directory"] for p in found["plans"]] == [str(first), str(second)]
+    out = run(capsys, first, second)[1]
+    assert "pivots only left" in out
+
+
+def test_unknown_option_has_the_closest_one(qwen, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([str(qwen), "--jsn"])
+    assert stop.value.code == 2
+    assert "(did you mean '--json'?)" in capsys.readouterr().err
+
+
+def test_passes_that_are_not_on_record_are_said_to_be_missing(tmp_path, capsys):
+    plan = save(small_plan(), tmp_path / "a")
+    (plan / "run.json").write_text("{}")
+    assert "damaged or of another plan: compile again" in " ".join(run(capsys, plan, "--passes")[1].split())

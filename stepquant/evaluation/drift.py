@@ -85,6 +85,8 @@ class DriftRun:
                     work.append((at, start, index))
                 else:
                     found[at, index] = product
+        if found and work:
+            self.progress.say(f"{len(found)} of {len(found) + len(work)} parts (variant, batch) kept from earlier runs")
         if work:
             with small_operations(self.loaded.device):
                 self._run(variants, work, found)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepquant.errors import BackendError, RecipeError
+from stepquant.errors import BackendError, DataError, RecipeError
 from stepquant.evaluation.forward import Readout, run_variant
 from stepquant.evaluation.generate import DecodeHook
 from stepquant.evaluation.variants import Variant
@@ -178,6 +178,7 @@ def check_tasks(settings: HarnessSettings) -> Any:
 
     Raises:
         RecipeError: unknown tasks, or likelihood tasks without ``likelihood=decode``.
+        DataError: a task's data set cannot be had.
     """
     manager, found = _find_tasks(settings)
     kinds = {name: str(task.get_config("output_type")) for name, task in found.items()}
@@ -202,7 +203,21 @@ def _find_tasks(settings: HarnessSettings) -> tuple[Any, dict[str, Any]]:
             return manager, dict(_flat(get_task_dict(list(settings.tasks), manager)))
         except (KeyError, ValueError, FileNotFoundError) as error:
             failure = error
-    raise RecipeError(f"tasks {list(settings.tasks)} cannot be loaded by lm-eval: {failure}")
+        except Exception as error:  # the data set of a known task: hubs and loaders fail in dozens of ways
+            raise DataError(
+                f"the data of tasks {list(settings.tasks)} cannot be loaded ({_first_line(error)}); without a network "
+                "give a task over local files with include=DIR, or fill the datasets cache first"
+            ) from None
+    raise RecipeError(
+        f"tasks {list(settings.tasks)} cannot be loaded by lm-eval ({_first_line(failure)}); lm-eval ls tasks lists "
+        "its own, include=DIR adds a directory of task files"
+    )
+
+
+def _first_line(error: Exception | None) -> str:
+    """What kind of failure it was, without the pages that follow."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _flat(tasks: dict[Any, Any]) -> Iterator[tuple[str, Any]]:

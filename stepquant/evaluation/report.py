@@ -8,9 +8,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from stepquant.evaluation.metrics import EDGE
 from stepquant.evaluation.settings import EvaluateSettings
 
-HEADER = ("variant", "bits/value", "W", "KL first 256", "KL last 256", "KL all", "95%", "x plan", "excess NLL", "top-1")
+HEADER = ("variant", "bits/value", "W", "KL first {edge}", "KL last {edge}", "KL all", "95%", "x plan", "excess NLL",
+          "top-1")  # fmt: skip
 
 
 def print_rows(rows: Sequence[dict[str, Any]], settings: EvaluateSettings) -> None:
@@ -34,19 +36,24 @@ def print_rows(rows: Sequence[dict[str, Any]], settings: EvaluateSettings) -> No
 def quality_table(rows: Sequence[dict[str, Any]]) -> Table:
     """KL, excess NLL and agreement."""
     table = Table()
-    for name in HEADER:
+    for name in header(rows):
         table.add_column(name, no_wrap=name in ("variant", "95%"))
     for row in rows:
         table.add_row(*cells(row))
     return table
 
 
+def header(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Column names; where fewer than 256 tokens are decoded, the first and the last stretch are all of them."""
+    return [name.format(edge=min(EDGE, rows[0]["tokens"])) for name in HEADER]
+
+
 def cells(row: dict[str, Any]) -> list[str]:
-    """The row as text, in the order of `HEADER`."""
+    """The row as text, in the order of `HEADER`; an interval over few streams may reach below zero."""
     ci, window = row["kl_all_ci"], row["window"]
     return [
         str(row["variant"]), f"{row['bits_per_value']:.3f}", str(window), _kl(row["kl_first"]), _kl(row["kl_last"]),
-        _kl(row["kl_all"]), "-" if ci is None else f"{_kl(max(ci[0], 0.0))} .. {_kl(ci[1])}",
+        _kl(row["kl_all"]), "-" if ci is None else f"{_kl(ci[0])} .. {_kl(ci[1])}",
         "-" if row.get("kl_ratio") is None else f"{row['kl_ratio']:.3g}",
         f"{row['excess_nll_all']:+.1e}", f"{100 * row['top1_all']:.2f}%",
     ]  # fmt: skip
@@ -54,7 +61,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
     """The same as a Markdown table."""
-    lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
+    lines = ["| " + " | ".join(header(rows)) + " |", "|" + "---|" * len(HEADER)]
     lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
     return "\n".join(lines) + "\n"
 

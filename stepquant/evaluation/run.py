@@ -6,10 +6,11 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepquant.errors import ModelError, RecipeError
+from stepquant.errors import BackendError, ModelError, RecipeError
 from stepquant.evaluation.drift import DriftRun, VariantResult
 from stepquant.evaluation.metrics import paired_ratio
 from stepquant.evaluation.settings import AnalyseSettings, EvaluateSettings, HarnessSettings
@@ -84,8 +85,14 @@ def evaluate_spread(settings: EvaluateSettings, run: DriftRun, variants: Sequenc
         with ProcessPoolExecutor(count - 1, mp_context=multiprocessing.get_context("spawn")) as pool:
             waiting = [pool.submit(_fill_cache, settings, [v.name for v in share]) for share in shares[1:]]
             run.evaluate(shares[0])
-            for future in waiting:
-                future.result()
+            try:
+                for future in waiting:
+                    future.result()
+            except BrokenProcessPool:
+                raise BackendError(
+                    f"one of {count} evaluation processes was killed, probably for memory; what was finished is kept: "
+                    f"run again with fewer than workers={count}"
+                ) from None
     return run.evaluate(variants)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from stepquant import recipe_rules as rules
 from stepquant.errors import RecipeError
 from stepquant.recipe import flatten
 from stepquant.recipe_checks import choice, flag, integer, optional, setting, suggest, text
@@ -151,6 +152,8 @@ def from_config(cls: type[T], config: Any) -> T:
         if key not in known and key not in _UNREAD:
             raise RecipeError(f"unknown key {key}{suggest(key, sorted(known))}; --cfg job prints the keys there are")
     built: T = _build(cls, "", plain)
+    if isinstance(data := getattr(built, "data", None), TextSettings):
+        rules.check_text(data.source, data.path)
     return built
 
 

@@ -45,6 +45,7 @@ def load_streams(
     path: str | Path | None = None,
     split: str = "test",
     seed: int = 0,
+    path_key: str = "data.path",
 ) -> Streams:
     """Cut held-out text into streams.
 
@@ -53,6 +54,7 @@ def load_streams(
         streams: how many.
         prefill, decode: tokens of each part.
         source, path, split, seed: as of calibration text (`stepquant.models.data`); calibration uses ``train``.
+        path_key: the setting that holds `path`, for messages.
 
     Raises:
         DataError: missing or too short text, or a prefill of nothing.
@@ -72,5 +74,7 @@ def load_streams(
         seed=seed,
         split=split,
         vocab_size=vocab,
+        keys="streams, prefill or decode",
+        path_key=path_key,
     )
     return Streams(found.ids, prefill, decode, found.source, found.fingerprint)

@@ -51,6 +51,8 @@ def load_segments(
     seed: int = 0,
     split: str = "train",
     vocab_size: int | None = None,
+    keys: str = "data.segments or data.length",
+    path_key: str = "data.path",
 ) -> Segments:
     """Draw calibration segments.
 
@@ -62,6 +64,7 @@ def load_segments(
         length: tokens of each.
         seed: which ones.
         split: ``train`` or ``validation`` / ``test``: never the same text (a file has no splits).
+        keys, path_key: settings that a message about too little text, or about the file, names.
         vocab_size: with no tokenizer, draw uniform random ids below it instead of text.
 
     Raises:
@@ -80,9 +83,9 @@ def load_segments(
     else:
         if path is None:
             raise DataError("data.source=file needs data.path: a text file, .jsonl or .parquet")
-        documents, label = file_documents(Path(path)), "file"
+        documents, label = file_documents(Path(path), path_key), "file"
     stream = _tokenise(tokenizer, documents, enough)
-    ids = cut_segments(stream, segments, length, seed, label)
+    ids = cut_segments(stream, segments, length, seed, label, keys)
     return Segments(ids, label, data_fingerprint(ids), stream.numel())
 
 
@@ -94,7 +97,9 @@ def data_fingerprint(ids: Tensor) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def cut_segments(stream: Tensor, segments: int, length: int, seed: int, label: str) -> Tensor:
+def cut_segments(
+    stream: Tensor, segments: int, length: int, seed: int, label: str, keys: str = "data.segments or data.length"
+) -> Tensor:
     """A seeded choice of ``segments`` non-overlapping blocks of a token stream ``[N]``, in stream order.
 
     Raises:
@@ -104,7 +109,7 @@ def cut_segments(stream: Tensor, segments: int, length: int, seed: int, label: s
     if blocks < segments:
         raise DataError(
             f"data source {label} holds {stream.numel():,} tokens, {blocks} segments of {length:,}; "
-            f"{segments} segments need {segments * length:,}. Lower data.segments or data.length, or give more text"
+            f"{segments} segments need {segments * length:,}. Lower {keys}, or give more text"
         )
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(blocks, generator=generator)[:segments].sort().values

@@ -60,7 +60,7 @@ def wikitext_documents(split: str) -> list[str]:
     return ["\n\n".join(rows["text"])]
 
 
-def check_file(path: Path) -> Path:
+def check_file(path: Path, key: str = "data.path") -> Path:
     """The path with ``~`` expanded, having checked that a file with something in it is there.
 
     Raises:
@@ -68,19 +68,19 @@ def check_file(path: Path) -> Path:
     """
     path = path.expanduser()
     if not path.is_file():
-        raise DataError(f"data.path {str(path)!r} is not a file; expected a text file, .jsonl or .parquet")
+        raise DataError(f"{key} {str(path)!r} is not a file; expected a text file, .jsonl or .parquet")
     if path.stat().st_size == 0:
-        raise DataError(f"data.path {str(path)!r} is empty; expected text")
+        raise DataError(f"{key} {str(path)!r} is empty; expected text")
     return path
 
 
-def file_documents(path: Path) -> Iterator[str]:
+def file_documents(path: Path, key: str = "data.path") -> Iterator[str]:
     """Documents of a local file: ``.jsonl`` and ``.parquet`` by row (key ``text`` or ``content``), otherwise one text.
 
     Raises:
         DataError: missing, empty, not UTF-8, a row without text, or parquet with no reader installed.
     """
-    path = check_file(path)
+    path = check_file(path, key)
     if path.suffix in (".jsonl", ".ndjson"):
         return _jsonl(path)
     if path.suffix in (".parquet", ".pq"):

@@ -55,7 +55,7 @@ def resolve_budget(pipeline: Pipeline) -> Pipeline:
         middle = (low + high) / 2
         size = _bytes_at(pipeline, middle)
         low, high = (middle, high) if size is not None and size <= target else (low, middle)
-    context.progress.say(f"budget.{budget.target}: {target:,} bytes a slot give {low:.4f} bits a value")
+    context.progress.say(f"budget.{budget.target}: {target:,} bytes a slot give {low:.4f} nominal bits a value")
     return _with_bits(pipeline, low)
 
 
@@ -72,7 +72,8 @@ def choose_window(pipeline: Pipeline) -> tuple[Pipeline, list[dict[str, Any]]]:
         return resolve_budget(pipeline), []
     tried: list[dict[str, Any]] = []
     best, refusal = None, None
-    for length in WINDOW_LENGTHS:
+    for number, length in enumerate(WINDOW_LENGTHS, 1):
+        pipeline.context.progress.say(f"window {number} of {len(WINDOW_LENGTHS)}: length {length}")
         recipe = pipeline.context.recipe
         candidate = _with_recipe(pipeline, replace(recipe, window=replace(recipe.window, length=length)))
         try:
@@ -83,7 +84,7 @@ def choose_window(pipeline: Pipeline) -> tuple[Pipeline, list[dict[str, Any]]]:
         cost = cost_per_token(solved.context, float(solved["allocation"].facts["cost"]))
         bits = solved.context.recipe.budget.bits
         tried.append({"window": length, "bits": bits, "predicted_cost_per_token": cost})
-        solved.context.progress.say(f"window.length={length}: {bits:.4f} bits a value, predicted cost {cost:.3g}")
+        solved.context.progress.say(f"window.length={length}: {bits:.4f} nominal bits, predicted cost {cost:.3g}")
         if best is None or cost < best[0]:
             best = cost, solved
     if best is None:
@@ -173,7 +174,7 @@ def _with_recipe(pipeline: Pipeline, recipe: Recipe) -> Pipeline:
     context = replace(pipeline.context, recipe=recipe)
     for name, value in vars(pipeline.context).items():  # what was found lazily stays found
         vars(context).setdefault(name, value)
-    other = Pipeline(context, pipeline.given, pipeline.base_key)
+    other = Pipeline(context, pipeline.reused)
     other.made.update({n: p for n, p in pipeline.made.items() if other.cache_keys.get(n) == pipeline.cache_keys[n]})
     other.made.pop("allocation", None)
     return other

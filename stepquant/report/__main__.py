@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepquant.commands import exit_code
+from stepquant.commands import Parser, exit_code
+from stepquant.report.evidence import read_evidence
 from stepquant.report.page import write_report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse arguments, write the report and print its path; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m stepquant.report", description="Write report.html of an artifact again."
-    )
+    parser = Parser(prog="python -m stepquant.report", description="Write report.html of an artifact again.")
     parser.add_argument("plan", type=Path, help="artifact directory of stepquant.compile")
     parser.add_argument("--open", action="store_true", help="open it in the browser")
     args = parser.parse_args(argv)
 
     def run() -> None:
         path = write_report(args.plan)
+        for about, text in read_evidence(args.plan).notes.items():
+            print(f"note: {about}: {text}", file=sys.stderr)
         print(path)
         if args.open:
             webbrowser.open(path.resolve().as_uri())

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stepquant.artifact import TABLES, read_tables
+from stepquant.artifact import EVALUATION, KERNELS, TABLES, read_tables
 from stepquant.errors import ArtifactError
 from stepquant.files import MAX_JSON_BYTES
 from stepquant.passes.protocol import Product
 from stepquant.plan import LayoutPlan, load_plan
 from stepquant.summary import plan_summary
 
-EVALUATION, KERNEL_PLAN = "evaluation.json", "kernels/kernel_plan.json"
+KERNEL_PLAN = f"{KERNELS}/kernel_plan.json"
 
 
 @dataclass

@@ -5,13 +5,13 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
+from stepquant.artifact import REPORT
 from stepquant.files import write_text
 from stepquant.report import results, sections, serving
 from stepquant.report.evidence import Evidence, read_evidence
 from stepquant.report.html import embed_json, esc, join
 from stepquant.report.sections import Figures
 
-REPORT = "report.html"
 # Nothing may be fetched, whatever a plan holds: only what is written in the page itself runs and shows.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 

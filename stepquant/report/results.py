@@ -13,6 +13,7 @@ from stepquant.report.sections import Figures, figure, note, section
 COLUMNS = ("variant", "path", "bits_per_value", "window", "streams", "kl_first", "kl_last", "kl_all",
            "excess_nll_all", "top1_all")  # fmt: skip
 MOST_ROWS = 200  # of a kernel table
+FIRST = ("name", "title", "file")  # columns that say what a row of it is
 
 
 def kernels(evidence: Evidence) -> Markup:
@@ -31,7 +32,8 @@ def _is_table(value: Any) -> bool:
 
 
 def _kernel_table(name: str, rows: list[dict[str, Any]]) -> Markup:
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    columns = list(dict.fromkeys([*FIRST, *(key for row in rows for key in row)]))
+    columns = [c for c in columns if any(c in row for row in rows)]
     more = f" (the first {MOST_ROWS} of {len(rows)})" if len(rows) > MOST_ROWS else ""
     shown = [[cell(row.get(c)) for c in columns] for row in rows[:MOST_ROWS]]
     return table(name.replace("_", " ") + more, [c.replace("_", " ") for c in columns], shown)
@@ -49,6 +51,8 @@ def cell(value: Any) -> str:
         return f"{value:.4g}"
     if isinstance(value, list) and all(isinstance(v, int | float | str) for v in value):
         return ", ".join(cell(v) for v in value)
+    if isinstance(value, dict) and all(not isinstance(v, dict | list) for v in value.values()):
+        return ", ".join(f"{k.replace('_', ' ')} {cell(v)}" for k, v in value.items()) or "-"
     return json.dumps(value, sort_keys=True)
 
 

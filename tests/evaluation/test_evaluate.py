@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from stepquant.errors import BackendError
 from stepquant.evaluate import main
+from stepquant.evaluation import run as run_module
 from stepquant.evaluation.generate import DecodeHook, generate, greedy_figures
-from stepquant.evaluation.report import HEADER, markdown_table
+from stepquant.evaluation.report import HEADER, header, markdown_table
+from stepquant.evaluation.settings import EvaluateSettings
 from stepquant.evaluation.variants import from_plan, named_variant
 from stepquant.models.adapter import LoadedModel
 from stepquant.models.capture import capture_delta_rule
@@ -95,6 +101,7 @@ def test_workers_share_the_work_and_change_nothing(loaded: LoadedModel, director
         ("any_checkpoint=false", "a plan belongs to its weights"),
         ("plan=null", "plan is not given"),
         ("model.device=tpu", "model.device"),
+        ("data.path=/some/file", "data.source=builtin reads no file"),
         ("model.loading=layerwise", "decoding reads every layer"),
     ],
 )
@@ -153,3 +160,33 @@ def test_greedy_figures() -> None:
     assert found["greedy_prefix"] == (4 + 1) / 2
     assert found["greedy_length"] == 4.5
     assert found["greedy_ended"] == 0.5
+
+
+def test_a_killed_worker_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the operating system does when memory runs out, without using it up."""
+
+    class Dead:
+        def __init__(self, *args: object, **more: object) -> None:
+            pass
+
+        def __enter__(self) -> Dead:
+            return self
+
+        def __exit__(self, *args: object) -> None:
+            pass
+
+        def submit(self, *args: object) -> Future[None]:
+            future: Future[None] = Future()
+            future.set_exception(BrokenProcessPool())
+            return future
+
+    monkeypatch.setattr(run_module, "ProcessPoolExecutor", Dead)
+    drift = SimpleNamespace(loaded=SimpleNamespace(device=torch.device("cpu")), evaluate=lambda variants: [])
+    variants = [SimpleNamespace(name=name) for name in "ab"]
+    with pytest.raises(BackendError, match=r"one of 2 evaluation processes was killed.*fewer than workers=2"):
+        run_module.evaluate_spread(EvaluateSettings(workers=2), drift, variants)
+
+
+def test_short_runs_do_not_claim_256_tokens() -> None:
+    assert header([{"tokens": 128}])[3:5] == ["KL first 128", "KL last 128"]
+    assert header([{"tokens": 1024}])[3:5] == ["KL first 256", "KL last 256"]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from stepquant.errors import DataError, RecipeError
 from stepquant.evaluation.generate import generate
-from stepquant.evaluation.harness import StateModel
+from stepquant.evaluation.harness import StateModel, check_tasks
+from stepquant.evaluation.settings import HarnessSettings
 from stepquant.evaluation.variants import named_variant
 from stepquant.harness import main
 from stepquant.models.adapter import LoadedModel
@@ -111,3 +115,25 @@ def test_the_harness_runs_a_local_task(
     assert main([*common, "tasks=[echo_choice]"]) == 2
     assert "never reads a quantised state" in capsys.readouterr().err
     assert main([*common, "tasks=[echo_choice]", "likelihood=decode"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "message"),
+    [
+        (ConnectionError("hub is down\nand more"), DataError, r"ConnectionError: hub is down\); without a network"),
+        (KeyError("gsm9k"), RecipeError, r"KeyError: 'gsm9k'\); lm-eval ls tasks"),
+    ],
+)
+def test_tasks_that_cannot_be_loaded_are_one_line(monkeypatch: pytest.MonkeyPatch, failure, kind, message) -> None:
+    """The harness' loaders raise whatever their libraries do."""
+
+    def get_task_dict(names: list[str], manager: object) -> None:
+        raise failure
+
+    tasks = ModuleType("lm_eval.tasks")
+    tasks.TaskManager, tasks.get_task_dict = lambda **more: None, get_task_dict  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "lm_eval", ModuleType("lm_eval"))
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
+    with pytest.raises(kind, match=message) as found:
+        check_tasks(HarnessSettings(tasks=("gsm9k",)))
+    assert "\n" not in str(found.value)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from stepquant.errors import RecipeError, closest
 from stepquant.evaluation.analyses.base import Analysis, AnalysisRun
+
+if TYPE_CHECKING:
+    from stepquant.evaluation.settings import AnalyseSettings
 
 ANALYSES = {
     "half_life": "accumulated INT6 state error against gate half-life (figures 1b and B1, appendix B.5)",
@@ -27,6 +31,18 @@ def run_analysis(name: str, run: AnalysisRun) -> Analysis:
     check_name(name)
     found: Analysis = import_module(f"{__name__}.{name}").analyse(run)
     return found
+
+
+def check_settings(name: str, settings: AnalyseSettings) -> None:
+    """What an analysis has to say about its settings, before a model is loaded.
+
+    Raises:
+        RecipeError: naming the setting.
+    """
+    check_name(name)
+    module = import_module(f"{__name__}.{name}")
+    if hasattr(module, "check"):
+        module.check(settings)
 
 
 def check_name(name: str) -> None:

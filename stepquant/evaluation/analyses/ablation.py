@@ -1,12 +1,14 @@
 """Components of the method one by one (tables 4 and E6), as drift instead of task accuracy.
 
 From the plan's own recipe: rowwise INT, Q-Mamba's DSQ, the spatial codec alone, temporal allocation under rowwise
-scales with and without pivots, and the plan, all at its nominal bits. The paper's order by accuracy, best first: full,
+scales with and without pivots, and the plan, all at its nominal bits and requantised after every token; the plan's own
+write window, if it has one, stands beside them. The paper's order by accuracy, best first: full,
 spatial only, temporal only (or DSQ), temporal without pivots, INT.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from stepquant.errors import RecipeError
 from stepquant.evaluation.analyses.base import Analysis, AnalysisRun, figure
 from stepquant.evaluation.metrics import paired_ratio
 from stepquant.evaluation.variants import Variant, from_plan, named_variant
-from stepquant.plan import LayoutPlan, load_plan
+from stepquant.plan import LayoutPlan, WindowSpec, load_plan
 
 
 def analyse(run: AnalysisRun) -> Analysis:
@@ -24,13 +26,15 @@ def analyse(run: AnalysisRun) -> Analysis:
         raise RecipeError(f"the plan's nominal budget is {bits!r} bits; the ablation compares at whole bits a value")
     temporal = _compile_temporal(run)
     variants: list[Variant] = [
-        from_plan(run.plan, "full"),
+        replace(from_plan(run.plan, "full"), window=WindowSpec(1)),
         named_variant(f"spatial{int(bits)}", run.plan),
         from_plan(temporal["temporal only"], "temporal only"),
         from_plan(temporal["temporal without pivots"], "temporal without pivots"),
         named_variant(f"qmamba{int(bits)}", run.plan),
         named_variant(f"int{int(bits)}", run.plan),
     ]
+    if run.plan.window.length > 1:
+        variants.append(from_plan(run.plan, f"full with its write window, {run.plan.window.length} tokens"))
     results = run.drift.evaluate(variants)
     rows: list[dict[str, Any]] = []
     for result in results:
@@ -40,7 +44,7 @@ def analyse(run: AnalysisRun) -> Analysis:
         rows.append(row)
     order = sorted(rows, key=lambda row: row["kl_all"])
     headline = [
-        f"{row['variant']}: {row['bits_per_value']:.3f} bits a value, KL {row['kl_all']:.2e} "
+        f"{row['variant']}: {row['bits_per_value']:.3f} bits a value, W = {row['window']}, KL {row['kl_all']:.2e} "
         f"(median stream {row['kl_all_median']:.2e}), {row['kl_ratio']:.2f}x the full method"
         for row in order
     ]
@@ -65,7 +69,7 @@ def _compile_temporal(run: AnalysisRun) -> dict[str, LayoutPlan]:
     recipe = Recipe.from_config(data)
     found = {}
     for label, pivots in (("temporal only", recipe.pivots.count), ("temporal without pivots", 0)):
-        output = Path(run.settings.output or "build/analysis") / label.replace(" ", "_")
+        output = Path(run.settings.output or "build/analysis/ablation") / label.replace(" ", "_")
         changes = {
             "spatial.codec": "rowwise", "pivots.count": pivots, "window.length": 1, "temporal.weight": "gate",
             "temporal.sensitivity": "none", "name": output.name, "output": str(output),

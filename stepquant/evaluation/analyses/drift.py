@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stepquant.codec.registry import StateCodec
 from stepquant.evaluation.analyses.base import Analysis, AnalysisRun, figure
+from stepquant.evaluation.metrics import EDGE
 from stepquant.evaluation.variants import Variant, from_plan, named_variant
 from stepquant.files import hash_tensors
 
@@ -64,7 +65,8 @@ def analyse(run: AnalysisRun) -> Analysis:
     curves = {r.variant.name: _blocks(r.figures.kl) for r in results}
     numbers: dict[str, Any] = {"rows": rows, "block": BLOCK, "kl_curves": curves}
     headline = [
-        f"{row['variant']}: KL {row['kl_first']:.2e} over the first 256, {row['kl_last']:.2e} over the last; "
+        f"{row['variant']}: KL {row['kl_first']:.2e} over the first {min(EDGE, row['tokens'])}, "
+        f"{row['kl_last']:.2e} over the last; "
         f"excess NLL {row['excess_nll_first']:+.4f} to {row['excess_nll_last']:+.4f}"
         for row in rows
     ]

@@ -12,7 +12,7 @@ chunked form at once.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,23 +20,36 @@ from torch import Tensor
 from stepquant.codec.baselines import round_rows
 from stepquant.codec.chunks import states_every
 from stepquant.codec.spec import levels
-from stepquant.errors import DataError
+from stepquant.errors import RecipeError
 from stepquant.evaluation.analyses.base import Analysis, AnalysisRun, figure
 from stepquant.evaluation.decode import DecodeSettings, decode_layer
 from stepquant.models.capture import DeltaTrace
+
+if TYPE_CHECKING:
+    from stepquant.evaluation.settings import AnalyseSettings
 
 INJECTED = 256
 BITS = (6, 8)
 PAPER = {6: 26.82, 8: 18.65}
 
 
+def check(settings: AnalyseSettings) -> None:
+    """Refuse streams that end before the error is injected.
+
+    Raises:
+        RecipeError: naming prefill and decode.
+    """
+    length = settings.prefill + settings.decode
+    if length <= INJECTED:
+        raise RecipeError(
+            f"prefill + decode is {length} tokens; the oracle injects its error after {INJECTED} and needs tokens that "
+            f"follow: give decode of more than {INJECTED - settings.prefill}, 1024 for a figure like the paper's"
+        )
+
+
 def analyse(run: AnalysisRun) -> Analysis:
     """Both paths for every head of every layer."""
     length = run.streams.ids.shape[1] - 1
-    if length <= INJECTED:
-        raise DataError(
-            f"prefill + decode is {length} tokens; the oracle injects at {INJECTED}: give decode=1024 or more"
-        )
     g = run.plan.geometry
     later = length - INJECTED
     sums = torch.zeros(len(BITS), 2, run.streams.ids.shape[0], later, dtype=torch.float64)

@@ -83,7 +83,8 @@ def _texts(run: AnalysisRun) -> Iterator[tuple[str, Tensor]]:
     segments, length = ids.shape
     yield "English prose", _prose(run, segments, length)
     for path in run.settings.texts:
-        found = load_segments(run.loaded.tokenizer, source="file", path=path, segments=segments, length=length)
+        found = load_segments(run.loaded.tokenizer, source="file", path=path, segments=segments,
+                              length=length, keys="streams, prefill or decode", path_key="texts")  # fmt: skip
         yield Path(path).name, found.ids
 
 
