@@ -77,6 +77,7 @@ class SlotStore:
         self.table[ROW, 1:] = -1
         ends = (layout.layer_offsets + layout.layer_bytes).tolist()
         self._layers = [self.pages[:, i:j] for i, j in zip(layout.layer_offsets.tolist(), ends, strict=True)]
+        self._words = self.pages.view(torch.int64)  # pages are multiples of 256 bytes: copies move 8 at a time
         self.buffers: list[WindowBuffers] = []
         if self.window > 1:
             shared = torch.zeros(
@@ -127,7 +128,7 @@ class SlotStore:
     def clear(self, slots: Tensor) -> None:
         """Make slots `[n]` what fresh ones are: a zero state, length 0, nothing pending, no running request."""
         slots = slots.long()
-        self.pages.index_fill_(0, slots, 0)
+        self._words.index_fill_(0, slots, 0)
         self.table[ROW].index_fill_(0, slots, -1)
         self.table[PHASE:].index_fill_(1, slots, 0)
 
@@ -137,7 +138,7 @@ class SlotStore:
         source, target = source.long(), target.long()
         self.flush(source)
         phases = self.table[PHASE, source]
-        self.pages[target] = self.pages[source]
+        self._words[target] = self._words[source]
         self.table[ROW].index_fill_(0, target, -1)
         self.table[PENDING].index_fill_(0, target, 0)
         self.table[PHASE, target] = phases
@@ -197,7 +198,7 @@ class SlotStore:
         self.flush(torch.where(prefixes > 0, slots, -1))  # before a request takes another row
         index = slots.long().clamp(min=0)
         fresh = torch.where(prefixes == 0, index, PADDING_SLOT)
-        self.pages.index_fill_(0, fresh, 0)
+        self._words.index_fill_(0, fresh, 0)
         self.table[PENDING].index_fill_(0, fresh, 0)
         self.table[ROW, index] = torch.where(index > 0, rows.int(), 0)
         self._lengths = torch.where(index > 0, lengths.int() % self.window, 0)
@@ -213,7 +214,7 @@ class SlotStore:
         states = states.float()
         self.kernels.pack(layer, self.page(layer), slots, states, v_first)
         bad = ~states.sum((1, 2, 3)).isfinite() & (slots > 0)
-        self.page(layer).index_fill_(0, torch.where(bad, slots.long(), PADDING_SLOT), 0)
+        self.page(layer).view(torch.int64).index_fill_(0, torch.where(bad, slots.long(), PADDING_SLOT), 0)
         return bad
 
     def extend_layer(self, layer: int, slots: Tensor, states: Tensor, first: int = 0, v_first: bool = True) -> None:

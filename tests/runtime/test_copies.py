@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from types import ModuleType
 
 import pytest
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from stepquant.errors import BackendError
 from stepquant.runtime import copies as plain
@@ -48,6 +52,17 @@ def test_layers_of_convolution_states(kernels: ModuleType) -> None:
     kernels._copy_rows[(3, 4)](words, words.stride(0), size, SOURCE, TARGET, MASK, size, 3 * size, WORDS=1024)
     assert torch.equal(conv, expected)
     assert torch.equal(conv[:, 0], conv[:, 3])
+
+
+def test_offsets_are_64_bit() -> None:
+    """Slots and pieces are widened before they are multiplied, whatever integers they come as."""
+    signature = {"base": "*i64", "stride_piece": "i32", "stride_row": "i32", "source": "*i32", "target": "*i32",
+                 "mask": "*i1", "piece_words": "i32", "row_words": "i32", "WORDS": "constexpr"}  # fmt: skip
+    source = ASTSource(fn=plain._copy_rows, signature=signature, constexprs={(8,): 64})
+    text = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttir"]
+    products = re.findall(r"arith\.muli .* : (\S+)", text)
+    assert len(products) >= 3
+    assert {kind.split("<")[0] for kind in products} == {"i64"}
 
 
 def test_rows_that_are_no_words_are_refused() -> None:

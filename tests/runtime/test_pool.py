@@ -16,7 +16,7 @@ from stepquant.codec.window import WriteWindow
 from stepquant.errors import BackendError
 from stepquant.runtime.pool import PackedPool
 from stepquant.runtime.reference import ReferenceKernels
-from stepquant.runtime.slots import HostSlots
+from stepquant.runtime.slots import HostSlots, SlotStore
 from tests.runtime.plans import HEADS, LAYERS, K, V, kernels_of, layout_of, token_of
 from tests.runtime.test_reference import exact
 
@@ -345,3 +345,26 @@ def test_the_heads_of_two_ranks_are_the_heads_of_one() -> None:
         ]
         expected = whole.kernels.unpack(layer, whole.page(layer), torch.tensor([1, 2]), torch.zeros(2, HEADS, K, V))
         assert torch.allclose(torch.cat(found, 1), expected, atol=1e-5)
+
+
+def test_a_pool_beyond_2_gib() -> None:
+    """Bytes and 8-byte words of the last slots lie beyond 2^31; memory that is not touched is not taken."""
+    layout = layout_of("gdn")[0]
+    slot_bytes = int(layout.layer_bytes.sum())
+    count = 2**31 // slot_bytes + 10
+    store = SlotStore(layout, kernels_of("gdn"), count, 1, "cpu")
+    assert store.pages.numel() > 2**31
+    last, first = torch.tensor([count]), torch.tensor([1])
+    g = torch.Generator().manual_seed(0)
+    store.begin_extend(last, torch.tensor([1]), torch.tensor([0]), torch.tensor([5]))
+    for layer in range(LAYERS):
+        store.extend_layer(layer, last, torch.randn(1, HEADS, V, K, generator=g))
+    store.copy(last, first)
+    assert bool((store.pages[1] != 0).any())
+    assert torch.equal(store.pages[1], store.pages[count])
+    store.load(store.save(first), last - 1)
+    store.clear(last)
+    assert torch.equal(store.pages[count - 1], store.pages[1])
+    assert not bool(store.pages[count].any())
+    store.track(first, last, torch.tensor([True]))
+    assert torch.equal(store.pages[count], store.pages[1])

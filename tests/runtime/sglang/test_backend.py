@@ -14,11 +14,13 @@ import torch
 
 from stepquant.codec.chunks import delta_rule
 from stepquant.errors import BackendError
-from stepquant.runtime.sglang import backend
+from stepquant.runtime.sglang import backend, pool
 from stepquant.runtime.sglang.backend import PackedKernel
 from stepquant.runtime.sglang.pool import PackedStates
+from stepquant.runtime.sglang.state import activate
 from stepquant.runtime.slots import SlotStore
 from tests.runtime.plans import HEADS, LAYERS, K, V, kernels_of, layout_of, token_of
+from tests.runtime.sglang.test_hooks import state_of
 
 SLOTS = 8
 
@@ -147,8 +149,8 @@ class Backend:
 
     def __init__(self, store: SlotStore) -> None:
         conv = [torch.arange(LAYERS * (SLOTS + 1) * 8.0).view(LAYERS, SLOTS + 1, 2, 4)]
-        pool = SimpleNamespace(stepquant_store=store, mamba_cache=SimpleNamespace(conv=conv))
-        self.req_to_token_pool, self.forward_metadata = SimpleNamespace(mamba_pool=pool), SimpleNamespace()
+        owner = SimpleNamespace(stepquant_store=store, mamba_cache=SimpleNamespace(conv=conv))
+        self.req_to_token_pool, self.forward_metadata = SimpleNamespace(mamba_pool=owner), SimpleNamespace()
         self.conv = conv[0]
 
 
@@ -215,16 +217,16 @@ def test_prefill_tracks_chunk_states_and_final_states() -> None:
 
 
 def test_anything_but_packed_states_is_refused() -> None:
-    kernel, pool = PackedKernel(Native()), torch.zeros(3, HEADS, V, K)
+    kernel, plain = PackedKernel(Native()), torch.zeros(3, HEADS, V, K)
     with pytest.raises(BackendError, match="the state pool is a Tensor, not packed"):
         kernel.extend(
-            **tokens([1]), ssm_states=pool, cache_indices=torch.tensor([1]), query_start_loc=torch.tensor([0, 1])
+            **tokens([1]), ssm_states=plain, cache_indices=torch.tensor([1]), query_start_loc=torch.tensor([0, 1])
         )
     with pytest.raises(BackendError, match="speculative decoding"):
         kernel.target_verify()
     with pytest.raises(BackendError, match=r"lower_bound=-5\.0"):
-        kernel.decode(*[torch.zeros(1)] * 5, A_log=pool, dt_bias=pool, ssm_states=pool, cache_indices=pool,
-                      query_start_loc=pool, lower_bound=-5.0)  # fmt: skip
+        kernel.decode(*[torch.zeros(1)] * 5, A_log=plain, dt_bias=plain, ssm_states=plain, cache_indices=plain,
+                      query_start_loc=plain, lower_bound=-5.0)  # fmt: skip
 
 
 def test_dispatchers_get_packed_kernels() -> None:
@@ -239,3 +241,33 @@ def test_dispatchers_get_packed_kernels() -> None:
     assert isinstance(dispatcher.decode_kernel, PackedKernel)
     assert dispatcher.extend_kernel.native is native
     assert dispatcher.supports_packed_decode is True
+
+
+@pytest.mark.parametrize(
+    ("version", "done"), [("0.5.12", True), ("0.5.23", True), ("0.5.23", False)]
+)  # 0.5.12 calls its function for requests that end only
+def test_a_slot_is_whole_before_the_prefix_cache_takes_it(version: str, done: bool) -> None:
+    """Two tokens are pending when the request ends: they are in the page before SGLang's own code runs."""
+    activate(state_of(version))
+    store, slots = store_of(), torch.tensor([3], dtype=torch.int32)
+    begin(store, slots, [4])
+    for layer in range(LAYERS):
+        store.extend_layer(layer, slots, torch.randn(1, HEADS, V, K, generator=torch.Generator().manual_seed(layer)))
+    g = torch.Generator().manual_seed(9)
+    for _ in range(2):
+        for layer in range(LAYERS):
+            store.decode(layer, slots, **token_of("gdn", 1, g), scale=K**-0.5, out=torch.empty(1, HEADS, V))
+    assert store.table[:, 3].tolist() == [1, 2, 2]
+    before, seen = store.pages[3].clone(), []
+    slot = torch.tensor(3)
+    req = SimpleNamespace(mamba_pool_idx=slot, kv=SimpleNamespace(mamba_pool_idx=slot), finished=lambda: done)
+
+    def original(_: Any, own: Any, *args: Any, **kwargs: Any) -> str:
+        seen.append((own is req, args, kwargs, store.table[:, 3].tolist(), torch.equal(store.pages[3], before)))
+        return "cached"
+
+    hook = pool.finished if version == "0.5.12" else pool.checkpoint
+    assert hook(original, Backend(store), req, up_to=6) == "cached"
+    assert seen == [(True, (), {"up_to": 6}, [-1 if done else 1, 2, 0], False)]
+    nothing = SimpleNamespace(mamba_pool_idx=None, kv=SimpleNamespace(mamba_pool_idx=None), finished=lambda: True)
+    assert hook(lambda *_, **__: "left", Backend(store), nothing) == "left"
