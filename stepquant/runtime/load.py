@@ -62,7 +62,8 @@ class RankPlan:
 
     @property
     def window_bytes(self) -> int:
-        """Window buffers of one running request on this rank, bytes over all layers."""
+        """Window buffers of one running request on this rank, bytes over all layers, and its place in the buffer that
+        the layers share."""
         from stepquant.codegen.spec import KernelSpec
         from stepquant.runtime.window import bytes_per_request
 
@@ -70,7 +71,9 @@ class RankPlan:
         spec = KernelSpec.of(
             self.plan.geometry.family, self.num_key_heads, self.layout, self.plan.codec, window.length, window.dtype
         )
-        return bytes_per_request(spec) * self.layout.num_layers
+        if window.length == 1:
+            return 0
+        return bytes_per_request(spec) * self.layout.num_layers + 4 * spec.num_heads * spec.value_dim
 
 
 def load_rank_plan(directory: Path, rank: int = 0, size: int = 1) -> RankPlan:

@@ -27,6 +27,7 @@ from stepquant.runtime.window import WindowBuffers, bytes_per_request
 
 ROW, PHASE, PENDING = 0, 1, 2
 PADDING_SLOT = 0
+SPARE = 64  # places of a batch beyond the running requests, for padding
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,11 @@ class SlotStore:
         self.buffers: list[WindowBuffers] = []
         if self.window > 1:
             shared = torch.zeros(
-                requests + 1, kernels.spec.num_heads, kernels.spec.value_dim, dtype=torch.float32, device=self.device
+                requests + SPARE,
+                kernels.spec.num_heads,
+                kernels.spec.value_dim,
+                dtype=torch.float32,
+                device=self.device,
             )
             self.buffers = [
                 WindowBuffers.allocate(kernels.spec, requests + 1, self.device, shared) for _ in self._layers
@@ -261,6 +266,8 @@ class SlotStore:
                 contain(out, slots, self.pages, self.table, self._nonfinite)
             return out
         if layer == 0:
+            if len(slots) > self.requests + SPARE:
+                raise BackendError(f"a batch of {len(slots)} for {self.requests} running requests")
             state = self.table[:, slots.long().clamp(min=0)]
             self._step = _Step(state[ROW].clamp(min=0), state[PHASE], state[PENDING])
         step = self._step

@@ -368,3 +368,13 @@ def test_a_pool_beyond_2_gib() -> None:
     assert not bool(store.pages[count].any())
     store.track(first, last, torch.tensor([True]))
     assert torch.equal(store.pages[count], store.pages[1])
+
+
+def test_a_batch_beyond_the_running_requests_is_refused() -> None:
+    pool, g = pool_of(4), torch.Generator().manual_seed(0)
+    slots = torch.full((pool.requests + 65,), -1, dtype=torch.int32)
+    token = token_of("gdn", len(slots), g)
+    with pytest.raises(BackendError, match="a batch of 67 for 2 running requests"):
+        pool.decode(0, slots, **token, scale=1.0, out=torch.empty(len(slots), HEADS, V))
+    token = {n: x[:66] if x.shape[0] == 67 else x for n, x in token.items()}
+    pool.decode(0, slots[:66], **token, scale=1.0, out=torch.empty(66, HEADS, V))
