@@ -33,9 +33,25 @@ UTILS = "sglang.srt.configs.mamba_utils"
 REGISTRY = "sglang.srt.plugins.hook_registry"
 
 
-@functools.cache
 def wheel(version: str) -> zipfile.ZipFile:
-    """The wheel of a version, fetched if it is not there."""
+    """The wheel of a version, fetched if it is not there; the test is skipped, or fails, if that cannot be done."""
+    found = _fetched(version)
+    if isinstance(found, Path):
+        return _opened(found)
+    message = f"the wheel of SGLang {version} cannot be fetched: {found}"
+    if os.environ.get("STEPQUANT_REQUIRE_SGLANG"):
+        pytest.fail(message)
+    pytest.skip(message)
+
+
+@functools.cache
+def _opened(path: Path) -> zipfile.ZipFile:
+    return zipfile.ZipFile(path)
+
+
+@functools.cache
+def _fetched(version: str) -> Path | str:
+    """Where the wheel lies, or what pip said; asked once in a process."""
     place = Path(os.environ.get("STEPQUANT_SGLANG_WHEELS", Path.home() / ".cache/stepquant/sglang"))
     place.mkdir(parents=True, exist_ok=True)
     if not list(place.glob(f"sglang-{version}-*.whl")):
@@ -47,13 +63,10 @@ def wheel(version: str) -> zipfile.ZipFile:
             ]  # fmt: skip
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
             if done.returncode:
-                message = f"the wheel of SGLang {version} cannot be fetched: {done.stderr.strip()[-300:]}"
-                if os.environ.get("STEPQUANT_REQUIRE_SGLANG"):
-                    pytest.fail(message)
-                pytest.skip(message)
+                return done.stderr.strip()[-300:]
             for file in Path(folder).glob("*.whl"):
-                file.rename(place / file.name)
-    return zipfile.ZipFile(next(place.glob(f"sglang-{version}-*.whl")))
+                file.rename(place / file.name)  # whole, whoever else fetches it
+    return next(place.glob(f"sglang-{version}-*.whl"))
 
 
 @functools.cache
