@@ -1,33 +1,79 @@
-"""The artifact directory: plan, tables, composed recipe. Written atomically, read strictly, nothing in it is executed.
+"""The artifact directory: replaced as a whole, read strictly, nothing in it is executed.
 
 plan.json, plan.safetensors     the plan (stepquant.plan)
 tables.safetensors              calibration statistics and distortions, for re-solving and reports
 recipe.yaml                     the composed recipe, without local paths
+kernels/                        generated sources, to read (stepquant.passes.codegen)
+run.json                        what every pass took (stepquant.run_record)
+evaluation.json                 rows of stepquant.evaluate, kept by a compile that makes the same plan again
+report.html                     all of it as one page (stepquant.report)
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from stepquant.errors import ArtifactError
-from stepquant.files import dump_tensors, hash_tensors, read_json, read_tensors, write_together
+from stepquant.files import MAX_JSON_BYTES, dump_tensors, hash_tensors, read_json, read_tensors, write_together
 from stepquant.passes.protocol import Product
-from stepquant.plan import PLAN_JSON, LayoutPlan
+from stepquant.plan import PLAN_JSON, PLAN_TENSORS, LayoutPlan
 from stepquant.recipe import Recipe
+from stepquant.run_record import RUN_JSON
+from stepquant.swap import read_whole, replacing_directory
 
-TABLES, RECIPE = "tables.safetensors", "recipe.yaml"
+TABLES, RECIPE, EVALUATION, REPORT, KERNELS = (
+    "tables.safetensors", "recipe.yaml", "evaluation.json", "report.html", "kernels",
+)  # fmt: skip
+ARTIFACT_FILES = (PLAN_JSON, PLAN_TENSORS, TABLES, RECIPE, RUN_JSON, EVALUATION, REPORT, KERNELS)
+"""Names in an artifact directory that a compile replaces; anything else in it is left there."""
+
+
+def is_artifact(directory: Path) -> bool:
+    """Whether a directory holds a plan, sound or not."""
+    return (directory / PLAN_JSON).is_file() and (directory / PLAN_TENSORS).is_file()
+
+
+@contextmanager
+def new_artifact(directory: Path, plan_hash: str) -> Iterator[Path]:
+    """Yield the directory to write an artifact into; it takes `directory`'s place, whole, when the block ends.
+
+    An error on the way, and a kill at any moment, leave the old artifact as it was.
+
+    Args:
+        plan_hash: of the plan that will be written; an evaluation of that very plan is kept.
+
+    Raises:
+        ArtifactError: the place cannot be written to.
+    """
+    with replacing_directory(directory, ARTIFACT_FILES) as place:
+        if _evaluates(directory / EVALUATION, plan_hash):
+            shutil.copy2(directory / EVALUATION, place / EVALUATION)
+        yield place
+
+
+def _evaluates(path: Path, plan_hash: str) -> bool:
+    """Whether evaluation.json holds rows of this plan and no other."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            return False
+        rows = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return bool(rows) and isinstance(rows, list) and all(
+        isinstance(row, dict) and row.get("plan_sha256") == plan_hash for row in rows
+    )  # fmt: skip
 
 
 def write_artifact(
     directory: Path, plan: LayoutPlan, recipe: Recipe, products: dict[str, tuple[str, Product]], base_key: object
 ) -> None:
-    """Write an artifact: every file whole before the first one takes its name, plan.json last.
-
-    An error on the way leaves the old artifact as it was; a kill between two renames leaves one that is refused by
-    its hashes.
+    """Write the plan, its tables and its recipe: every file whole before the first one takes its name, plan.json last.
 
     Args:
         products: calibration products by name, with their keys.
@@ -51,8 +97,12 @@ def read_tables(directory: Path) -> tuple[dict[str, tuple[str, Product]], dict[s
     Raises:
         ArtifactError: when the tables are missing, damaged, hold NaN, or belong to another plan than the directory's.
     """
+    return read_whole(directory, lambda: _read_tables(directory))
+
+
+def _read_tables(directory: Path) -> tuple[dict[str, tuple[str, Product]], dict[str, object]]:
     path = directory / TABLES
-    tensors = read_tensors(path, "the calibration tables")
+    tensors = read_tensors(path, "the file of calibration tables")
     try:
         with safe_open(str(path), framework="pt") as file:
             head = json.loads((file.metadata() or {})["stepquant"])

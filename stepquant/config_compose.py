@@ -65,6 +65,7 @@ def compose_jobs(root: str, overrides: Sequence[str], sweep: bool) -> list[Job]:
     try:
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         parsed = [_parse(parser, text) for text in overrides]
+        _refuse_repeated(parsed)
         if not sweep:
             return [_compose(root, parsed, [], files)]
         jobs = [_compose(root, fixed, swept, files) for fixed, swept in _expand(parser, parsed)]
@@ -160,6 +161,16 @@ def _parse(parser: OverridesParser, text: str) -> Override:
         ) from None
 
 
+def _refuse_repeated(parsed: Sequence[Override]) -> None:
+    """Refuse a key that is given twice: Hydra would take the last one without a word."""
+    seen: dict[str, str] = {}
+    for override in parsed:
+        for key in [override.key_or_group] if override.is_sweep_override() else _written(override):
+            if key in seen:
+                raise RecipeError(f"{key} is given twice: {seen[key]} and {override.input_line}; leave one out")
+            seen[key] = str(override.input_line)
+
+
 def _expand(parser: OverridesParser, parsed: Sequence[Override]) -> list[tuple[list[Override], list[Override]]]:
     """Split overrides into fixed and swept ones, one pair for every combination."""
     fixed = [override for override in parsed if not override.is_sweep_override()]
@@ -181,9 +192,8 @@ def _compose(root: str, fixed: Sequence[Override], swept: Sequence[Override], fi
     try:
         config = compose(root, lines, return_hydra_config=True)
     except ValueError as error:  # Hydra refuses the type of a group's value so, e.g. model=3
-        raise RecipeError(
-            f"{', '.join(lines)}: {str(error).splitlines()[0]}; give the name of one of the group"
-        ) from None
+        found = str(error).splitlines()[0]
+        raise RecipeError(f"{', '.join(lines)}: {found}; give the name of one of the group") from None
     hydra = config.hydra
     with open_dict(config):
         del config["hydra"]

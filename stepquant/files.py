@@ -95,8 +95,15 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise ArtifactError(f"{path}: {what} is not valid JSON ({error}); compile the plan again") from None
     if not isinstance(value, dict):
-        raise ArtifactError(f"{path}: {what} holds a {type(value).__name__}; expected a JSON object")
+        raise ArtifactError(f"{path}: {what} holds {kind_name(type(value))}; expected a JSON object")
     return value
+
+
+def kind_name(kind: type) -> str:
+    """What JSON calls a Python type, with its article."""
+    names: dict[type, str] = {int: "a whole number", float: "a number", str: "a string", bool: "true or false",
+                              dict: "an object", list: "a list", type(None): "null"}  # fmt: skip
+    return names.get(kind, kind.__name__)
 
 
 def _no_constant(name: str) -> None:

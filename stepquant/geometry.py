@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal
 
 from stepquant.errors import RecipeError
@@ -96,7 +96,10 @@ class Geometry:
         unknown = sorted(set(data) - known)
         if unknown:
             raise RecipeError(f"geometry has unknown keys {unknown}; expected {sorted(known)}")
-        try:
-            return cls(**{**data, "layers": tuple(data.get("layers", ()))})
-        except TypeError as error:
-            raise RecipeError(f"geometry is incomplete: {error}") from None
+        missing = [item.name for item in fields(cls) if item.default is MISSING and item.name not in data]
+        if missing:
+            raise RecipeError(f"geometry lacks {', '.join(missing)}; expected a value for each of them")
+        layers = data["layers"]
+        if not isinstance(layers, list | tuple) or not all(type(index) is int for index in layers):
+            raise RecipeError(f"geometry.layers is {layers!r}; expected a list of whole numbers")
+        return cls(**{**data, "layers": tuple(layers)})

@@ -18,9 +18,19 @@ from torch import Tensor
 
 from stepquant.codec.spec import MENU, PIVOT, CodecSpec
 from stepquant.errors import ArtifactError, StepQuantError
-from stepquant.files import dump_json, dump_tensors, hash_json, hash_tensors, read_json, read_tensors, write_together
+from stepquant.files import (
+    dump_json,
+    dump_tensors,
+    hash_json,
+    hash_tensors,
+    kind_name,
+    read_json,
+    read_tensors,
+    write_together,
+)
 from stepquant.geometry import Geometry
-from stepquant.plan_checks import check_codec, check_facts, geometry_from_json
+from stepquant.plan_checks import check_codec, check_facts, geometry_from_json, shown
+from stepquant.swap import read_whole
 
 SCHEMA_VERSION = 1
 PLAN_JSON, PLAN_TENSORS = "plan.json", "plan.safetensors"
@@ -169,7 +179,10 @@ def load_plan(directory: str | Path) -> LayoutPlan:
     Raises:
         ArtifactError: naming the file, the field, the value found and what was expected.
     """
-    directory = Path(directory)
+    return read_whole(Path(directory), lambda: _load_plan(Path(directory)))
+
+
+def _load_plan(directory: Path) -> LayoutPlan:
     if not directory.is_dir():
         raise ArtifactError(f"{directory}: no such artifact directory; compile one with python -m stepquant.compile")
     path = directory / PLAN_JSON
@@ -181,13 +194,13 @@ def load_plan(directory: str | Path) -> LayoutPlan:
         )
     for key, kind in _KEYS.items():
         if key not in data:
-            raise ArtifactError(f"{path}: {key} is missing; expected a {kind.__name__}")
+            raise ArtifactError(f"{path}: {key} is missing; expected {kind_name(kind)}")
         if not isinstance(data[key], kind) or (kind is int and isinstance(data[key], bool)):
-            raise ArtifactError(f"{path}: {key} is a {type(data[key]).__name__}; expected a {kind.__name__}")
+            raise ArtifactError(f"{path}: {key} is {shown(data[key])}; expected {kind_name(kind)}")
     unknown = sorted(set(data) - set(_KEYS))
     if unknown:
         raise ArtifactError(f"{path}: unknown keys {unknown}; expected {sorted(_KEYS)}")
-    tensors = read_tensors(directory / PLAN_TENSORS, "the plan's tensors")
+    tensors = read_tensors(directory / PLAN_TENSORS, "the file of the plan's tensors")
     expected = {"bits", "w", "permutation"}
     if set(tensors) != expected:
         raise ArtifactError(f"{directory / PLAN_TENSORS}: tensors {sorted(tensors)}; expected {sorted(expected)}")

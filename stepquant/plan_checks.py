@@ -25,15 +25,15 @@ def geometry_from_json(data: Mapping[str, Any]) -> Geometry:
         if name == "layers":
             whole = isinstance(value, list) and all(type(i) is int for i in value)
             if not whole or not len(value) <= MOST_LAYERS:
-                raise ArtifactError(f"geometry.layers is {_shown(value)}; expected a list of layer indices")
+                raise ArtifactError(f"geometry.layers is {shown(value)}; expected a list of layer indices")
         elif name in ("family", "model_type"):
             if not isinstance(value, str):
-                raise ArtifactError(f"geometry.{name} is {_shown(value)}; expected a string")
+                raise ArtifactError(f"geometry.{name} is {shown(value)}; expected a string")
         elif name == "beta_max":
             if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
-                raise ArtifactError(f"geometry.beta_max is {_shown(value)}; expected a positive number")
+                raise ArtifactError(f"geometry.beta_max is {shown(value)}; expected a positive number")
         elif type(value) is not int or not 0 <= value < 2**53:
-            raise ArtifactError(f"geometry.{name} is {_shown(value)}; expected a whole number that is not negative")
+            raise ArtifactError(f"geometry.{name} is {shown(value)}; expected a whole number that is not negative")
     return Geometry.from_json(dict(data))
 
 
@@ -58,21 +58,21 @@ def check_facts(where: str, plan: Any) -> None:
         ArtifactError: naming the fact.
     """
     if not plan.name or len(plan.name) > 200 or not plan.name.isprintable():
-        raise ArtifactError(f"{where}: name is {_shown(plan.name)}; expected 1 to 200 printable characters")
+        raise ArtifactError(f"{where}: name is {shown(plan.name)}; expected 1 to 200 printable characters")
     for name in ("budget", "predicted", "settings", "provenance"):
         _check_finite(f"{where}: {name}", getattr(plan, name))
     for name in _FIGURES:
         value = plan.predicted.get(name, 0.0)
         if not _is_number(value):
-            raise ArtifactError(f"{where}: predicted.{name} is {_shown(value)}; expected a number")
+            raise ArtifactError(f"{where}: predicted.{name} is {shown(value)}; expected a number")
     bits = plan.budget.get("bits")
     if bits is not None and not _is_number(bits):
-        raise ArtifactError(f"{where}: budget.bits is {_shown(bits)}; expected a number or null")
+        raise ArtifactError(f"{where}: budget.bits is {shown(bits)}; expected a number or null")
     layers, count = plan.predicted.get("by_layer"), plan.geometry.num_delta_layers
     if layers is not None and not (
         isinstance(layers, list) and len(layers) == count and all(_is_number(x) for x in layers)
     ):
-        raise ArtifactError(f"{where}: predicted.by_layer is {_shown(layers)}; expected {count} numbers, one a layer")
+        raise ArtifactError(f"{where}: predicted.by_layer is {shown(layers)}; expected {count} numbers, one a layer")
 
 
 def _is_number(value: Any) -> bool:
@@ -90,6 +90,7 @@ def _check_finite(where: str, value: Any) -> None:
             _check_finite(f"{where}[{index}]", item)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value found, cut to what a message can hold."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

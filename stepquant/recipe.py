@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from stepquant import recipe_rules as rules
 from stepquant.errors import RecipeError
 from stepquant.geometry import Family, Geometry
 from stepquant.recipe_checks import choice, flag, integer, optional, pattern, setting, suggest, text
 from stepquant.recipe_sections import (
+    MOST_SEED,
     AllocationSettings,
     BudgetSettings,
     CacheSettings,
@@ -38,7 +39,7 @@ class Recipe:
 
     name: str = setting("unnamed", pattern(r"[A-Za-z0-9][A-Za-z0-9._+-]*", "a name of letters, digits, '.', '_', '-'"))
     method: str = setting("default", choice("default", "paper"))
-    seed: int = setting(0, integer(0))
+    seed: int = setting(0, integer(0, MOST_SEED))
     dry_run: bool = setting(False, flag)
     output: str | None = setting(None, optional(text))
     reuse: str | None = setting(None, optional(text))
@@ -58,6 +59,9 @@ class Recipe:
     target: TargetSettings = field(default_factory=TargetSettings)
     codegen: CodegenSettings = field(default_factory=CodegenSettings)
     cache: CacheSettings = field(default_factory=CacheSettings)
+
+    written: ClassVar[frozenset[str]] = frozenset()
+    """Dotted keys that the user wrote, for messages and for settings that ``reuse`` fixes; no part of the recipe."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | Any, explicit: Collection[str] | None = None) -> Recipe:
@@ -88,6 +92,7 @@ class Recipe:
         recipe = _build(cls, "", plain)
         if recipe.output is None:
             object.__setattr__(recipe, "output", f"build/{recipe.name}")
+        object.__setattr__(recipe, "written", frozenset(explicit))
         rules.check(recipe)
         return recipe
 
@@ -98,7 +103,7 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain dictionary (numbers, strings, lists, null): `from_config` takes it back."""
-        return {name: _simple(getattr(self, name)) for name in self.__dataclass_fields__}
+        return {item.name: _simple(getattr(self, item.name)) for item in fields(self)}
 
     def select(self, *keys: str) -> dict[str, Any]:
         """Values of some dotted keys or whole sections, flat: what a pass hashes of a recipe.

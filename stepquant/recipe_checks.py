@@ -17,6 +17,9 @@ Check = Callable[[str, Any], Any]
 PRECISIONS = (2, 4, 6, 8)
 """Bits a value that the packers and kernels know; FP16 pivots come on top."""
 
+MOST_BYTES = 2**50
+"""Far above any memory: a larger size is a slip of the keyboard, and its arithmetic would overflow further on."""
+
 
 def setting(default: Any, check: Check) -> Any:
     """Declare a recipe field: its default and the check that a given value must pass."""
@@ -100,13 +103,20 @@ def one_of(*allowed: int) -> Check:
     return check
 
 
-def number_or(word: str, check: Check) -> Check:
-    """A number that passes `check`, or the word."""
+def one_of_or(word: str, *allowed: int) -> Check:
+    """One of the listed whole numbers, or the word."""
+    check = one_of(*allowed)
+    expected = f"one of {', '.join(map(str, allowed))}, or {word}"
 
     def either(key: str, value: Any) -> Any:
-        if isinstance(value, str) and value != word:
-            raise RecipeError(f"{key} is {value!r}; expected a number or {word!r}{closest(value, [word])}")
-        return value if value == word else check(key, value)
+        if value == word:
+            return word
+        if isinstance(value, str):
+            raise RecipeError(f"{key} is {value!r}; expected {expected}{closest(value, [word])}")
+        try:
+            return check(key, value)
+        except RecipeError:
+            raise refuse(key, value, expected) from None
 
     return either
 
@@ -136,8 +146,8 @@ def size(key: str, value: Any) -> int:
         parsed = parse_bytes(value)
     except RecipeError:
         parsed = 0
-    if parsed < 1:
-        raise refuse(key, value, "a positive size in bytes such as 25165824, 24MiB or 80GiB")
+    if not 1 <= parsed <= MOST_BYTES:
+        raise refuse(key, value, "a size in bytes from 1 to 1024TiB, such as 25165824, 24MiB or 80GiB")
     return parsed
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from stepquant.errors import RecipeError, closest
 from stepquant.geometry import Geometry
 from stepquant.recipe_checks import PRECISIONS
+from stepquant.recipe_conflicts import check_allocation, check_pivots
 
 if TYPE_CHECKING:
     from stepquant.recipe import BudgetSettings, Recipe
@@ -135,6 +136,7 @@ def check(recipe: Recipe) -> None:
             f"spatial.codec is {recipe.spatial.codec!r}, which has one precision for the whole state, but "
             "allocation.mode is 'mixed'; set allocation.mode=uniform"
         )
+    check_allocation(recipe)
     for name in set(recipe.allocation.caps or {}) & set(recipe.allocation.floors or {}):
         floor, cap = (recipe.allocation.floors or {})[name], (recipe.allocation.caps or {})[name]
         if floor > cap:
@@ -240,6 +242,7 @@ def check_geometry(recipe: Recipe, found: Geometry) -> None:
             f"solver is {recipe.solver!r}, which cannot keep to allocation.granularity={granularity}; "
             "use solver=ilp or solver=auto"
         )
+    check_pivots(recipe, unit)
     ranks = recipe.target.tensor_parallel
     if found.num_heads % ranks:
         raise RecipeError(f"target.tensor_parallel is {ranks}, which does not divide the {found.num_heads} value heads")

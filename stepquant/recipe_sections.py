@@ -15,8 +15,8 @@ from stepquant.recipe_checks import (
     integer,
     listed,
     number,
-    number_or,
     one_of,
+    one_of_or,
     optional,
     pattern,
     per_layer,
@@ -25,6 +25,8 @@ from stepquant.recipe_checks import (
     text,
 )
 
+MOST, MOST_SEED = 10**7, 2**32 - 1
+"""Counts and seeds above these are slips of the keyboard, whose arithmetic would overflow further on."""
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
@@ -35,7 +37,7 @@ class ModelSettings:
     path: str | None = setting(None, optional(text))
     device: str = setting("auto", pattern(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N"))
     device_map: str | None = setting(None, optional(choice("auto")))
-    weights: str = setting("checkpoint", pattern(r"checkpoint|random:\d+", "checkpoint or random:SEED"))
+    weights: str = setting("checkpoint", pattern(r"checkpoint|random:\d{1,9}", "checkpoint or random:SEED"))
     loading: str = setting("whole", choice("whole", "layerwise"))
     dtype: str = setting("auto", choice("auto", "float32", "bfloat16"))
     trust_remote_code: bool = setting(False, flag)
@@ -54,10 +56,10 @@ class DataSettings:
 
     source: str = setting("builtin", choice("builtin", "wikitext2", "file"))
     path: str | None = setting(None, optional(text))
-    segments: int = setting(16, integer(1))
-    length: int = setting(1024, integer(2))
-    batch: int = setting(8, integer(1))
-    seed: int = setting(0, integer(0))
+    segments: int = setting(16, integer(1, MOST))
+    length: int = setting(1024, integer(2, MOST))
+    batch: int = setting(8, integer(1, MOST))
+    seed: int = setting(0, integer(0, MOST_SEED))
     split: str = setting("train", choice("train", "validation", "test"))
 
 
@@ -65,15 +67,15 @@ class DataSettings:
 class SampleSettings:
     """State samples: one every ``every`` updates, a reservoir of ``per_layer`` a layer."""
 
-    every: int = setting(8, integer(1))
-    per_layer: int = setting(64, integer(1))
+    every: int = setting(8, integer(1, MOST))
+    per_layer: int = setting(64, integer(1, MOST))
 
 
 @dataclass(frozen=True)
 class TemporalSettings:
     """What a state error costs over time: horizon, weight of a unit, sensitivity of the output."""
 
-    horizon: int = setting(2048, integer(1))
+    horizon: int = setting(2048, integer(1, MOST))
     weight: str = setting("gate", choice("gate", "transition", "rollout"))
     sensitivity: str = setting("none", choice("none", "gradient", "local"))
 
@@ -95,11 +97,11 @@ class BudgetSettings:
     bits: float | None = setting(None, optional(number(2, 8)))
     candidates: tuple[int, ...] | None = setting(None, optional(candidates))
     bytes_per_request: int | None = setting(None, optional(size))
-    concurrency: int | None = setting(None, optional(integer(1)))
+    concurrency: int | None = setting(None, optional(integer(1, MOST)))
     gpu_memory: int | None = setting(None, optional(size))
-    gpus: int = setting(1, integer(1))
+    gpus: int = setting(1, integer(1, MOST))
     weights_bytes: int | None = setting(None, optional(size))
-    context_length: int = setting(4096, integer(1))
+    context_length: int = setting(4096, integer(1, MOST))
     strategy: str = setting("extra_buffer", choice(*SLOTS_PER_REQUEST))
 
     @property
@@ -117,7 +119,7 @@ class BudgetSettings:
 class PivotSettings:
     """Units kept in FP16: whole heads or rows, by the unit of the allocation."""
 
-    count: int = setting(0, integer(0))
+    count: int = setting(0, integer(0, MOST))
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class WindowSettings:
     ``length=auto`` leaves the choice to the solver, together with the bits, under a target in bytes or requests.
     """
 
-    length: int | str = setting(1, number_or("auto", one_of(1, 2, 4, 8, 16)))
+    length: int | str = setting(1, one_of_or("auto", 1, 2, 4, 8, 16))
     dtype: str = setting("fp16", choice("fp16", "bf16", "int8", "fp32"))
 
     @property

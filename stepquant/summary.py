@@ -96,7 +96,8 @@ def estimated_bytes(context: Context, bits: float) -> int:
     by_head = context.unit == "head"
     pivot_elements = count * (g.head_elements if by_head else g.value_dim)
     scaled_heads = g.num_delta_layers * g.num_heads - (count if by_head else 0)
-    codes = (bits * g.elements - 8 * pivot_elements) / 8
+    charge = bits if context.recipe.allocation.mode == "uniform" else 8  # there pivots come on top of the budget
+    codes = (bits * g.elements - charge * pivot_elements) / 8
     return int(codes) + scaled_heads * 2 * (g.key_dim + g.value_dim) + 2 * pivot_elements
 
 

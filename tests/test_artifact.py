@@ -145,13 +145,13 @@ def test_damaged_tables_are_refused(written, change, message):
 def test_truncated_and_missing_tables_are_refused(written):
     whole = (written / TABLES).read_bytes()
     (written / TABLES).write_bytes(whole[:-5])
-    with pytest.raises(ArtifactError, match=r"tables\.safetensors: the calibration tables is not a sound"):
+    with pytest.raises(ArtifactError, match=r"tables\.safetensors: the file of calibration tables is not a sound"):
         read_tables(written)
     (written / TABLES).write_bytes(dump_tensors({"a": torch.zeros(1)}))
     with pytest.raises(ArtifactError, match="header is not that"):
         read_tables(written)
     (written / TABLES).unlink()
-    with pytest.raises(ArtifactError, match="the calibration tables is missing"):
+    with pytest.raises(ArtifactError, match="the file of calibration tables is missing"):
         read_tables(written)
 
 

@@ -126,7 +126,7 @@ def test_overrides_as_people_write_them(capsys, override, key, value):
         (["recipe=qwen_6bit", "budget.bits=5", "budget.concurrency=3"], ["are both given"]),
         (["recipe=qwen_6bit", "--config-dir", "nowhere"], ["--config-dir is 'nowhere'"]),
         (["recipe=qwen_6bit", SYNTHETIC, "-m", "budget.bits=interval(4,6)"], ["cannot be enumerated"]),
-        (["recipe=qwen_6bit", SYNTHETIC, "-m", "recipe=glob(nothing*)"], ["matches nothing"]),
+        ([SYNTHETIC, "-m", "recipe=glob(nothing*)"], ["matches nothing"]),
         (["recipe=qwen_6bit", SYNTHETIC, "-m", "budget.bits=4,12"], ["budget.bits is 12"]),
         (["recipe=qwen_6bit", SYNTHETIC, "-m", "budget.bits=4,4"], ["two jobs", "build/qwen_6bit/budget.bits=4"]),
     ],

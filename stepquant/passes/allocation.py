@@ -75,7 +75,8 @@ def make_problem(context: Context, products: Products, bits: float) -> Problem:
     """Costs, pivots and integer budget at `bits` a value."""
     source = "pivot_distortion" if "pivot_distortion" in products else "distortion"
     available = products[source].facts["candidates"]
-    candidates = context.recipe.candidates(bits)
+    uniform = context.recipe.allocation.mode == "uniform"
+    candidates = (int(bits),) if uniform else context.recipe.candidates(bits)
     table = unit_table(context, cost_table(context, products, source))
     picked = table[:, columns(candidates, available)]
     sizes = unit_sizes(context)
@@ -151,11 +152,16 @@ def ilp_facts(answer: HeadAllocation, elements: int) -> dict[str, Any]:
 
 
 def uniform(context: Context, products: Products, bits: int) -> Product:
-    """One precision everywhere but in pivots: the baselines and the spatial-only ablation."""
+    """One precision everywhere but in pivots: the baselines and the spatial-only ablation.
+
+    Pivots come on top of ``budget.bits``, since nothing else could pay for them.
+    """
     shape = products["row_weights"]["w"].shape
     rows = torch.full(shape, bits, dtype=torch.uint8)
     source = "pivot_distortion" if "pivot_distortion" in products else "distortion"
-    if "pivots" in products:
+    if context.unit == "head":
+        rows[to_rows(context, make_problem(context, products, bits).pivots).bool()] = PIVOT
+    elif "pivots" in products:
         rows[products["pivots"]["pivots"].bool()] = PIVOT
     table = cost_table(context, products, source)
     available = products[source].facts["candidates"]

@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from stepquant.errors import ArtifactError
@@ -69,6 +71,37 @@ class Cache:
     def working(self, key: str) -> Path | None:
         """Directory of a run in progress, for what is too large to be kept in memory; None where nothing is written."""
         return self.path("partial", key) if self.enabled else None
+
+    @contextmanager
+    def locked(self, key: str, say: Callable[[str], None]) -> Iterator[None]:
+        """Let one process at a time trace what `key` names: runs in progress and spilled products are shared files.
+
+        Args:
+            say: told once when another process has to be waited for.
+
+        Raises:
+            ArtifactError: the cache cannot be written to.
+        """
+        if not self.enabled:
+            yield
+            return
+        try:
+            (self.directory / "locks").mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.directory / "locks" / f"{key[:32]}.lock")
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                say(f"waiting for another compile that traces the same model and text into {self.directory}")
+                lock.acquire()
+        except OSError as error:
+            raise ArtifactError(
+                f"{self.directory} cannot be locked: {error.strerror or error}; choose another with cache.dir=DIR, or "
+                "cache.enabled=false"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
 
     def load_partial(self, key: str) -> dict[str, Tensor] | None:
         """Accumulators of an interrupted run of the model, or None."""

@@ -7,28 +7,25 @@ They are for reading: the runtime generates them again from the plan and compare
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from stepquant.accounting import packable, page_layout
+from stepquant.artifact import KERNELS
 from stepquant.files import write_json, write_text
 from stepquant.plan import LayoutPlan
 
-KERNELS = "kernels"
-
 
 def write_kernels(directory: Path, plan: LayoutPlan, targets: Sequence[str]) -> list[str]:
-    """Write the sources and the kernel plan of an artifact, compiled ahead of time for `targets` (``sm_90``, ...).
+    """Write the sources and the kernel plan of a new artifact, compiled ahead of time for `targets` (``sm_90``, ...).
 
     Returns:
-        Names of the variants; none where the plan's codec is simulated only (an older `kernels/` is removed then).
+        Names of the variants; none where the plan's codec is simulated only.
 
     Raises:
         BackendError: when a target cannot be compiled for here.
     """
     if not packable(plan):
-        shutil.rmtree(directory / KERNELS, ignore_errors=True)
         return []
     from stepquant.codegen.generate import GENERATOR_VERSION, generate, source_hash
     from stepquant.codegen.kernel_plan import KernelPlan
@@ -43,9 +40,6 @@ def write_kernels(directory: Path, plan: LayoutPlan, targets: Sequence[str]) -> 
 
         compile_plan(kernels, sources, list(targets))
     place = directory / KERNELS
-    for stale in place.glob("*.py") if place.is_dir() else ():
-        if stale.stem not in sources:
-            stale.unlink()
     for name, source in sources.items():
         write_text(place / f"{name}.py", source)
     write_json(place / "kernel_plan.json", kernels.to_json())

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepquant.accounting import packable
-from stepquant.artifact import read_tables, write_artifact
+from stepquant.artifact import new_artifact, write_artifact
 from stepquant.errors import ModelError, RecipeError
 from stepquant.files import write_json
 from stepquant.passes.codegen import write_kernels
 from stepquant.passes.context import Context
+from stepquant.passes.destinations import check_json, check_output
 from stepquant.passes.layout import make_plan
 from stepquant.passes.pipeline import Pipeline, passes_for
 from stepquant.passes.progress import Progress
+from stepquant.passes.reuse import adopt, open_reused
 from stepquant.passes.targets import check_budget, choose_window
 from stepquant.passes.verify import verify_plan
-from stepquant.plan import LayoutPlan, load_plan
+from stepquant.plan import LayoutPlan
 from stepquant.recipe import Recipe
 from stepquant.run_record import write_run
 from stepquant.runtime.launch import serving_command
@@ -56,46 +57,35 @@ def compile_recipe(recipe: Recipe, quiet: bool = False) -> Compiled:
         StepQuantError: naming what cannot be done; nothing half-written is left behind.
     """
     progress = Progress(quiet)
-    base = load_plan(recipe.reuse) if recipe.reuse else None
-    context = _reused_context(recipe, base, progress) if base else Context.open(recipe, progress)
+    directory = Path(str(recipe.output)).expanduser()
+    check_output(directory)
+    if recipe.json:
+        check_json(Path(recipe.json).expanduser(), directory)
+    reused = open_reused(recipe)
+    if reused:
+        recipe = adopt(recipe, reused)
+    context = _reused_context(recipe, reused.plan, progress) if reused else Context.open(recipe, progress)
     check_budget(context)
-    check_output(Path(str(recipe.output)))
     if recipe.dry_run:
         return _dry_run(context, quiet)
-    given, base_key = read_tables(Path(str(recipe.reuse))) if recipe.reuse else ({}, None)
-    pipeline = Pipeline(context, given, base_key)
-    pipeline, windows = choose_window(pipeline)
+    pipeline, windows = choose_window(Pipeline(context, reused))
     context = pipeline.context
     pipeline.run()
-    plan = make_plan(context, pipeline, base, windows)
+    plan = make_plan(context, pipeline, reused.plan if reused else None, windows)
     verify_plan(context, plan)
-    directory = Path(str(recipe.output))
-    write_artifact(directory, plan, context.recipe, pipeline.artifact_products(), pipeline.base_key)
-    with progress.step("codegen"):
-        write_kernels(directory, plan, recipe.codegen.targets)
-    with progress.step("report"):
-        from stepquant.report import write_report  # plotly is needed here only
+    with new_artifact(directory, plan.hash) as place:
+        write_artifact(place, plan, context.recipe, pipeline.artifact_products(), pipeline.base_key)
+        with progress.step("codegen"):
+            write_kernels(place, plan, recipe.codegen.targets)
+        with progress.step("report"):
+            from stepquant.report import write_report  # plotly is needed here only
 
-        write_report(directory)
-    costs = [cost.to_json() for cost in progress.costs]
-    run = write_run(directory, plan.hash, costs, progress.reused)
+            write_report(place)
+        run = write_run(place, plan.hash, [cost.to_json() for cost in progress.costs], progress.reused)
     summary = {**plan_summary(plan), "run": run}
     result = Compiled(plan, directory, summary, progress.ran, progress.reused, context.model_loaded)
     _report(result, recipe, quiet)
     return result
-
-
-def check_output(directory: Path) -> None:
-    """Refuse an ``output`` that cannot become a directory, before anything is computed for it.
-
-    Raises:
-        RecipeError: naming what is in the way.
-    """
-    place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    if not place.is_dir():
-        raise RecipeError(f"output={directory}: {place} is a file; expected a directory or a path for one")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise RecipeError(f"output={directory}: {place} cannot be written to; give output=DIR somewhere else")
 
 
 def _reused_context(recipe: Recipe, base: LayoutPlan, progress: Progress) -> Context:
@@ -125,7 +115,7 @@ def _dry_run(context: Context, quiet: bool) -> Compiled:
         for check in checks:
             print(f"{'ok    ' if check.ok else 'FAILED'} {check.name}: {check.detail}")
     if context.recipe.json:
-        write_json(Path(context.recipe.json), summary)
+        write_json(Path(context.recipe.json).expanduser(), summary)
     failed = [check for check in checks if not check.ok]
     if failed:
         raise ModelError(f"{len(failed)} of {len(checks)} checks failed, first {failed[0].name}: {failed[0].detail}")
@@ -150,7 +140,7 @@ def _preflight(context: Context) -> list[Check]:
 
 def _report(result: Compiled, recipe: Recipe, quiet: bool) -> None:
     if recipe.json:
-        write_json(Path(recipe.json), json.loads(json.dumps(result.summary)))
+        write_json(Path(recipe.json).expanduser(), json.loads(json.dumps(result.summary)))
     if not quiet:
         print_summary(result.summary)
         print(f"artifact: {result.directory}")

@@ -22,12 +22,9 @@ SLICES = {"cpu": 2**18, "cuda": 2**25}  # state elements coded at a time: within
 
 
 def table_candidates(context: Context) -> tuple[int, ...]:
-    """Precisions of the table: the packers' menu and whatever else the recipe names, then FP16."""
-    asked = set(context.recipe.budget.candidates or ())
-    if context.recipe.allocation.mode == "uniform" and context.recipe.budget.bits is not None:
-        asked.add(int(context.recipe.budget.bits))
+    """Precisions of the table: all that a recipe can ask for, so that other candidates need no new table; then FP16."""
     kind = context.recipe.spatial.codec
-    menu = {4} if kind == "nvfp4" else {8} if kind == "damp" else set(PACKED_MENU) | asked
+    menu = {4} if kind == "nvfp4" else {8} if kind == "damp" else set(PACKED_MENU)
     if context.codec.codebook == "head" and context.geometry.value_dim % context.codec.group:
         menu.discard(2)  # four-level heads have a row factor for each whole group of columns
     return (*sorted(menu), PIVOT)
@@ -86,9 +83,7 @@ class Distortion:
     """The table with no row left out."""
 
     name, version = "distortion", 1
-    reads: tuple[str, ...] = (
-        "spatial.codec", "spatial.refits", "allocation.unit", "allocation.mode", "budget.candidates",
-    )  # fmt: skip
+    reads: tuple[str, ...] = ("spatial.codec", "spatial.refits", "allocation.unit")
     needs: tuple[str, ...] = ("state_samples", "row_weights")
 
     def wanted(self, context: Context) -> bool:

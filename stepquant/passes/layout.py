@@ -54,7 +54,7 @@ def make_plan(
         window=WindowSpec(recipe.window.tokens, recipe.window.dtype),  # type: ignore[arg-type]
         fingerprint=base.fingerprint if base else context.fingerprint,
         weight_format=base.weight_format if base else context.weight_format,
-        synthetic=base.synthetic if base else context.synthetic,
+        synthetic=base.synthetic or recipe.calibration == "synthetic" if base else context.synthetic,
         budget={**settings["budget"], "pivots": recipe.pivots.count},
         predicted=predicted,
         settings=settings,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from stepquant import __version__
-from stepquant.errors import RecipeError
 from stepquant.files import hash_json
 from stepquant.passes.allocation import Allocation
 from stepquant.passes.context import Context
@@ -17,6 +16,7 @@ from stepquant.passes.gate_statistics import GateStatistics
 from stepquant.passes.memory import explain_memory
 from stepquant.passes.pivots import Pivots
 from stepquant.passes.protocol import ObserverPass, Pass, Product
+from stepquant.passes.reuse import Reused, needs_states
 from stepquant.passes.rollout import Rollout
 from stepquant.passes.rollout_traces import RolloutTraces
 from stepquant.passes.row_impact import RowImpact
@@ -83,17 +83,19 @@ class Pipeline(Mapping[str, Product]):
 
     Args:
         context: what passes may ask for.
-        given: products of an artifact (``reuse``) with their keys; state samples are never among them.
-        base_key: what calibration products depend on; an artifact's own when it is reused.
+        reused: an artifact (``reuse``) whose products are taken; state samples are never among them.
+
+    Attributes:
+        base_key: what calibration products depend on; the artifact's own when one is reused.
     """
 
     context: Context
-    given: dict[str, tuple[str, Product]] = field(default_factory=dict)
-    base_key: dict[str, object] | None = None
+    reused: Reused | None = None
 
     def __post_init__(self) -> None:
         self.passes = {p.name: p for p in passes_for(self.context)}
-        base = self.base_key if self.base_key is not None else self.context.calibration_key
+        self.given = self.reused.products if self.reused else {}
+        base = self.reused.base_key if self.reused else self.context.calibration_key
         self.base_key = base
         self.cache_keys: dict[str, str] = {}
         for name, step in self.passes.items():
@@ -161,25 +163,34 @@ class Pipeline(Mapping[str, Product]):
 
     def _trace(self, name: str) -> Product:
         """One run of the model makes every observer's missing product."""
-        if self.given:
-            raise RecipeError(
-                f"reuse={self.context.recipe.reuse} holds no {name.replace('_', ' ')} for these settings and no state "
-                "samples; change only the budget, the solver or pivots of heads, or compile without reuse"
-            )
-        missing = [
-            p for p in self.passes.values()
-            if isinstance(p, ObserverPass) and p.name not in self.made and not self._available(p.name)
-        ]  # fmt: skip
-        key = hash_json([self.cache_keys[p.name] for p in missing])
-        _ = self.context.model  # loaded outside the trace's own time
-        title = f"trace ({', '.join(p.name for p in missing)})"
-        with self._explained(title), self.context.progress.step(title, self.context.data.segments.numel()):
-            products = run_observers(self.context, missing, key)
-            for made, product in products.items():
-                self.context.cache.store(made, self.cache_keys[made], product)
-                self.made[made] = product
-        self.context.cache.drop_partial(key)
+        if self.reused is not None:
+            raise needs_states(self.context.recipe, self.reused, self._reads_of_missing(self.reused))
+        with self.context.cache.locked(hash_json(self.base_key), self.context.progress.say):
+            if (found := self._find(name)) is not None:  # another compile made it while this one waited
+                self.context.progress.reuse(name)
+                return found
+            missing = [
+                p for p in self.passes.values()
+                if isinstance(p, ObserverPass) and p.name not in self.made and not self._available(p.name)
+            ]  # fmt: skip
+            key = hash_json([self.cache_keys[p.name] for p in missing])
+            _ = self.context.model  # loaded outside the trace's own time
+            title = f"trace ({', '.join(p.name for p in missing)})"
+            with self._explained(title), self.context.progress.step(title, self.context.data.segments.numel()):
+                products = run_observers(self.context, missing, key)
+                for made, product in products.items():
+                    self.context.cache.store(made, self.cache_keys[made], product)
+                    self.made[made] = product
+            self.context.cache.drop_partial(key)
         return self.made[name]
+
+    def _reads_of_missing(self, reused: Reused) -> set[str]:
+        """Keys that decide about the products that the artifact does not hold."""
+        missing = [p for p in self.passes.values() if p.name not in UNCACHED and not self._available(p.name)]
+        reads = {key for p in missing for key in p.reads}
+        if any(p.name in KEPT_IN_ARTIFACT and p.name not in reused.products for p in missing):
+            reads |= {"temporal.weight", "temporal.sensitivity", "spatial.impact", "allocation.unit", "pivots.count"}
+        return reads
 
     def _explained(self, name: str) -> AbstractContextManager[None]:
         return explain_memory(self.context.recipe, self.context.geometry, name)

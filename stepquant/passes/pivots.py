@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from stepquant.codec.spec import PIVOT
-from stepquant.errors import RecipeError
 from stepquant.passes.context import Context
 from stepquant.passes.costs import columns, cost_table, to_rows, unit_sizes, unit_table
 from stepquant.passes.protocol import Product, Products
@@ -26,17 +25,8 @@ def largest(risk: np.ndarray, count: int) -> np.ndarray:
 
 
 def largest_by_rank(context: Context, risk: np.ndarray, count: int) -> np.ndarray:
-    """`largest`, taken in equal numbers from the heads of every tensor-parallel rank, so that ranks can be equal.
-
-    Raises:
-        RecipeError: when the pivots do not divide.
-    """
+    """`largest`, taken in equal numbers from the heads of every tensor-parallel rank, so that ranks can be equal."""
     ranks = context.recipe.target.tensor_parallel
-    if count % ranks:
-        raise RecipeError(
-            f"pivots.count is {count}, which {ranks} tensor-parallel ranks cannot share equally; expected a "
-            f"multiple of {ranks}, such as {count - count % ranks or ranks}"
-        )
     g = context.geometry
     owner = np.arange(g.num_heads) // (g.num_heads // ranks)
     owner = np.broadcast_to(owner[None, :, None], (g.num_delta_layers, g.num_heads, g.key_dim))

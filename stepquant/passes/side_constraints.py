@@ -50,6 +50,7 @@ def solve_with_ilp(context: Context, problem: Problem) -> HeadAllocation:
     common: dict[str, Any] = {
         "tensor_parallel": recipe.target.tensor_parallel,
         "time_limit": recipe.solver_options.time_limit,
+        "layer_names": g.layers,
         **limits,
     }
     backend = recipe.solver_options.backend

@@ -88,7 +88,7 @@ class SyntheticDistortion(_Synthetic):
     """Row errors: a log-normal row energy times 4^-b."""
 
     name = "distortion"
-    reads: tuple[str, ...] = ("seed", "budget.candidates", "allocation.mode", "spatial.codec")
+    reads: tuple[str, ...] = ("seed", "spatial.codec")
 
     def run(self, context: Context, products: Products) -> Product:
         candidates = table_candidates(context)

@@ -44,11 +44,7 @@ def resolve_budget(pipeline: Pipeline) -> Pipeline:
     low, high = smallest_bits(context), 8.0
     smallest = _bytes_at(pipeline, low)
     if smallest is None or smallest > target:
-        shown = "of which none meets the side constraints" if smallest is None else f"{smallest:,} bytes"
-        raise InfeasibleError(
-            f"budget.{budget.target} leaves {target:,} bytes a slot; expected at least the smallest plan, {shown}, "
-            f"with {context.recipe.pivots.count} pivots; raise the target or lower pivots.count"
-        )
+        raise _too_small(context, target, smallest)
     if (largest := _bytes_at(pipeline, high)) is not None and largest <= target:
         low = high
     while high - low > RESOLUTION:
@@ -57,6 +53,29 @@ def resolve_budget(pipeline: Pipeline) -> Pipeline:
         low, high = (middle, high) if size is not None and size <= target else (low, middle)
     context.progress.say(f"budget.{budget.target}: {target:,} bytes a slot give {low:.4f} nominal bits a value")
     return _with_bits(pipeline, low)
+
+
+def _too_small(context: Context, target: int, smallest: int | None) -> InfeasibleError:
+    """The refusal of a target below the smallest plan: what was given, what it leaves a slot, and what would do."""
+    budget, pivots = context.recipe.budget, context.recipe.pivots.count
+    running = window_bytes(context.geometry, context.recipe.window.tokens, context.recipe.window.dtype)
+    if budget.target == "bytes_per_request":
+        given = f"budget.bytes_per_request is {budget.bytes_per_request:,}"
+        taken, enough = f"window buffers ({running:,})", f"raise it to {(smallest or 0) + running:,}"
+    else:
+        assert budget.gpu_memory is not None
+        given = f"budget.concurrency is {budget.concurrency:,} in {budget.gpu_memory * budget.gpus / GIB:.2f} GiB"
+        taken, enough = "weights, KV cache, convolution state and window buffers", "lower it, or give more memory"
+    few = f", or lower pivots.count ({pivots})" if pivots else ""
+    if smallest is None:
+        return InfeasibleError(
+            f"{given}, but no plan meets the side constraints even at {smallest_bits(context):.4g} bits a value; relax "
+            f"caps, floors, allocation.granularity or target.tensor_parallel{few}"
+        )
+    return InfeasibleError(
+        f"{given}, which leaves {target:,} bytes a slot beside {taken}; expected at least the smallest plan, "
+        f"{smallest:,} bytes; {enough}{few}"
+    )
 
 
 def choose_window(pipeline: Pipeline) -> tuple[Pipeline, list[dict[str, Any]]]:

@@ -21,7 +21,10 @@ def verify_plan(context: Context, plan: LayoutPlan) -> None:
     """
     plan.verify("the new plan")
     charged = plan.bits.long().masked_fill(plan.bits == PIVOT, PIVOT_CHARGE).sum() * plan.geometry.value_dim
-    allowed = (context.recipe.budget.bits or 0) * plan.geometry.elements
+    bits = context.recipe.budget.bits or 0
+    allowed = bits * plan.geometry.elements
+    if context.recipe.allocation.mode == "uniform":  # there pivots come on top
+        allowed += max(0, PIVOT_CHARGE - bits) * int((plan.bits == PIVOT).sum()) * plan.geometry.value_dim
     if int(charged) > allowed + 1e-3:
         raise ArtifactError(f"the new plan uses {int(charged):,} bits, above its budget of {allowed:,.0f}")
     if not packable(plan):

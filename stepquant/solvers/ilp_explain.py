@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,6 +10,8 @@ import numpy as np
 
 from stepquant.errors import InfeasibleError
 from stepquant.solvers.ilp_model import UNLIMITED, Answer, ChoiceModel, Linear, linearise
+
+SHOWN = 12  # floors named in a message
 
 
 def explain_infeasible(model: ChoiceModel, smallest: int, solve: Callable[[Linear], Answer]) -> InfeasibleError:
@@ -22,16 +25,18 @@ def explain_infeasible(model: ChoiceModel, smallest: int, solve: Callable[[Linea
     needed = smallest if model.ranks == 1 else _least_charge(model, solve)
     if needed is not None:
         exact = f"{needed:,} bits ({needed / model.elements:.4f} a value)"
+        enough = math.ceil(needed / model.elements * 1e4) / 1e4
         return InfeasibleError(
             f"a budget of {model.budget:,} bits ({model.budget / model.elements:.4f} a value) is met by no assignment: "
-            f"expected at least {exact}{_reason(model)}; raise the budget to that, or {model.remedy}"
+            f"expected at least {exact}{_reason(model)}; raise budget.bits to {enough:g}"
+            + (f", or {model.remedy}" if model.remedy else "")
         )
     ranks = f"equal bytes on {model.ranks} tensor-parallel ranks"
     limited = _limited_layers(model)
     if limited and _least_charge(_without_limits(model, limited), solve) is not None:
         # One layer alone may be what stands in the way; naming all of them would be of little help.
         alone = [layer for layer in limited[:8] if _least_charge(_without_limits(model, [layer]), solve) is not None]
-        names = ", ".join(f"layer {layer}" for layer in (alone or limited))
+        names = ", ".join(f"layer {model.names[layer]}" for layer in (alone or limited))
         return InfeasibleError(
             f"{ranks} cannot be had together with the floors and caps of {names}; relax the floor or the cap of "
             f"{'one of these' if len(alone or limited) > 1 else names}, or lower tensor_parallel"
@@ -48,9 +53,8 @@ def _reason(model: ChoiceModel) -> str:
     causes = []
     if model.ranks > 1:
         causes.append(f"equal bytes on {model.ranks} tensor-parallel ranks")
-    floors = [layer for layer in _limited_layers(model) if model.layer_floor[layer] > 0]
-    if floors:
-        causes.append("the floors of " + ", ".join(f"layer {layer}" for layer in floors))
+    if model.floors:
+        causes.append(", ".join(model.floors[:SHOWN]) + (" and others" if len(model.floors) > SHOWN else ""))
     return f" with {' and '.join(causes)}" if causes else ""
 
 

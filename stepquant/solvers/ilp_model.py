@@ -15,6 +15,7 @@ greatest common divisor, so that a solver's tolerances cannot bend a constraint.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -43,6 +44,9 @@ class ChoiceModel:
         layer_cap: int64 [L], greatest charge of a layer; UNLIMITED for none.
         elements: values of the state, for the figures a value.
         remedy: what else than a larger budget would help.
+        names: indices of the layers in the whole model, for messages.
+        pivots: int64 [L], FP16 pivots of a layer, for messages.
+        floors: keys of all floors, of layers and heads, for messages.
     """
 
     costs: FloatArray
@@ -56,6 +60,9 @@ class ChoiceModel:
     layer_cap: IntArray
     elements: int
     remedy: str
+    names: tuple[int, ...]
+    pivots: IntArray
+    floors: list[str]
 
     def total(self, table: IntArray, choice: IntArray, group: IntArray, groups: int) -> IntArray:
         """Sum a table [U, O] over the options chosen, per group (layer or rank) of heads: int64 [groups]."""
@@ -213,12 +220,7 @@ def check_layers(model: ChoiceModel) -> int:
         values = [np.unique(model.charge[head][np.isfinite(model.costs[head])]).tolist() for head in here]
         least, most = sum(value[0] for value in values), sum(value[-1] for value in values)
         if cap < least or floor > most:
-            name, limit, found = ("cap", cap, least) if cap < least else ("floor", floor, most)
-            raise InfeasibleError(
-                f"the {name} of layer {layer} is {limit:,} bits, but its heads take at "
-                f"{'least' if name == 'cap' else 'most'} {found:,} bits; {'raise' if name == 'cap' else 'lower'} "
-                f"the {name} of layer {layer}"
-            )
+            raise _unreachable(model, layer, len(here), least, most)
         if floor <= least:
             smallest += least
             continue
@@ -231,12 +233,32 @@ def check_layers(model: ChoiceModel) -> int:
         above = reachable >> from_floor
         total = least + unit * (from_floor + (above & -above).bit_length() - 1)
         if not above or total > cap:
+            size = model.elements // len(model.names)
             raise InfeasibleError(
-                f"no assignment brings layer {layer} between its floor of {floor:,} and its cap of {cap:,} bits: the "
-                f"next total above the floor is {total:,} bits; move the floor or the cap of layer {layer}"
+                f"no assignment brings layer {model.names[layer]} between allocation.floors.{model.names[layer]} = "
+                f"{floor / size:g} and allocation.caps.{model.names[layer]} = {cap / size:g} bits a value on average: "
+                f"the next mean above the floor is {total / size:g}; move the floor or the cap"
             )
         smallest += total
     return smallest
+
+
+def _unreachable(model: ChoiceModel, layer: int, heads: int, least: int, most: int) -> InfeasibleError:
+    """The refusal of a layer's cap below what its heads take at least, or its floor above what they take at most."""
+    size, name = model.elements // len(model.names), model.names[layer]
+    cap, floor, pivots = int(model.layer_cap[layer]), int(model.layer_floor[layer]), int(model.pivots[layer])
+    kind, limit, found, ask = ("cap", cap, least, "least") if cap < least else ("floor", floor, most, "most")
+    key = f"allocation.{kind}s.{name}"
+    held = ""
+    if pivots and kind == "cap":
+        held = f" ({pivots} FP16 pivot{'s' if pivots > 1 else ''} among them, charged 8)"
+    value = found / size
+    near = math.ceil(value * 1e4) / 1e4 if kind == "cap" else math.floor(value * 1e4) / 1e4
+    remedy = f"{'raise' if kind == 'cap' else 'lower'} it to {near:g}" + (", or lower pivots.count" if held else "")
+    return InfeasibleError(
+        f"{key} is {limit / size:g} bits a value on average, but the {heads} heads of layer {name}{held} take at {ask} "
+        f"{near:g}; {remedy}"
+    )
 
 
 def _any(sets: object) -> int:

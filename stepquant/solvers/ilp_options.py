@@ -13,6 +13,8 @@ from stepquant.solvers.ilp_problem import PIVOT_BITS, Checked, HeadProblem, RowP
 from stepquant.solvers.row_pricing import price_heads
 from stepquant.solvers.table import FloatArray, IntArray, check_integers
 
+LOWEST = 2  # bits of the lowest precision that the packers know
+
 
 @dataclass(frozen=True)
 class RowOptions:
@@ -67,8 +69,8 @@ def row_options(problem: RowProblem) -> RowOptions:
         head = int(np.flatnonzero(per_head % group)[0])
         layer, head_in_layer = divmod(head, checked.heads[1])
         raise InfeasibleError(
-            f"head {head_in_layer} of layer {layer} has {per_head[head]} pivot rows, expected a multiple of the "
-            f"granularity {group}; bring the pivots to whole groups with round_pivots, or lower the granularity"
+            f"head {head_in_layer} of layer {checked.limits.names[layer]} has {per_head[head]} pivot rows, expected a "
+            f"multiple of the granularity {group}; bring them to whole groups with round_pivots, or lower it"
         )
     batches: dict[int, IntArray] = {int(count): np.flatnonzero(per_head == count) for count in np.unique(per_head)}
     count = len(per_head)
@@ -90,18 +92,19 @@ def row_options(problem: RowProblem) -> RowOptions:
             choices[head], stored[head] = prices.choice[line], prices.stored[line]
     pivot_values = per_head * problem.value_dim
     padding = sum(-len(line) % group for line in rows) * problem.value_dim * checked.candidates[0]
-    remedy = f"add a candidate below {checked.candidates[0]} bits"
+    remedies = [_lower_candidate(checked)]
     if padding:
-        remedy += f", or lower the granularity {group} (its padding takes {padding:,} of these bits)"
+        remedies.append(f"lower the granularity {group} (its padding takes {padding:,} of these bits)")
     if per_head.any():
-        remedy += f", or take fewer pivots ({int(per_head.sum()):,} rows at {problem.pivot_charge} bits)"
+        remedies.append(f"take fewer pivots ({int(per_head.sum()):,} rows at {problem.pivot_charge} bits)")
     model, kept = _model(
         checked,
         costs,
         [line + extra * problem.pivot_charge for line, extra in zip(coded, pivot_values, strict=True)],
         [line + extra * PIVOT_BITS for line, extra in zip(coded, pivot_values, strict=True)],
         checked.pivots.size * problem.value_dim,
-        remedy,
+        remedies,
+        per_head,
     )
     stored_rows = np.zeros((*model.costs.shape, len(checked.candidates)), np.int64)
     for head, keep in enumerate(kept):
@@ -135,7 +138,8 @@ def head_options(problem: HeadProblem) -> HeadOptions:
         [np.array([pivot_charge]) if pivot else charge[:-1] for pivot in checked.pivots],
         [stored_bits[-1:] if pivot else lines for pivot in checked.pivots],
         len(checked.pivots) * problem.elements,
-        f"add a candidate below {checked.candidates[0]} bits, or take fewer pivots",
+        [_lower_candidate(checked), *(["take fewer pivots"] if checked.pivots.any() else [])],
+        checked.pivots.astype(np.int64),
     )
     bits = np.full(model.costs.shape, PIVOT_BITS, np.int64)
     for head, keep in enumerate(kept):
@@ -144,31 +148,34 @@ def head_options(problem: HeadProblem) -> HeadOptions:
     return HeadOptions(model, checked.heads, bits)
 
 
+def _lower_candidate(checked: Checked) -> str:
+    """The remedy of lower candidates, empty where there are none."""
+    lowest = checked.candidates[0]
+    return f"add a candidate below {lowest} bits" if lowest > LOWEST else ""
+
+
 def _model(
     checked: Checked,
     costs: list[FloatArray],
     charge: list[IntArray],
     stored: list[IntArray],
     elements: int,
-    remedy: str,
+    remedies: list[str],
+    pivots: IntArray,
 ) -> tuple[ChoiceModel, list[IntArray]]:
-    """Drop options outside the limits of their head and pad the lists to tables; also the options kept, per head."""
+    """Drop options outside the limits of their head and pad the lists to tables; also the options kept, per head.
+
+    Args:
+        elements: values of all heads.
+        remedies: what else than a larger budget helps; empty ones are left out, and floors go first.
+        pivots: int64 [U], pivots of every head.
+    """
     limits = checked.limits
     kept = []
     for head, line in enumerate(charge):
-        floor, cap = int(limits.head_floor[head]), int(limits.head_cap[head])
-        keep = np.flatnonzero((line >= floor) & (line <= cap))
+        keep = np.flatnonzero((line >= limits.head_floor[head]) & (line <= limits.head_cap[head]))
         if not len(keep):
-            layer, place = divmod(head, checked.heads[1])
-            name = "cap" if cap < line[0] else "floor"
-            limit = f"cap of {cap:,}" if cap < UNLIMITED else f"floor of {floor:,}"
-            if floor > 0 and cap < UNLIMITED:
-                limit = f"floor of {floor:,} and cap of {cap:,}"
-            raise InfeasibleError(
-                f"head {place} of layer {layer} cannot meet its {limit} bits: it takes from {line[0]:,} to "
-                f"{line[-1]:,} bits in {len(line)} steps; {'raise' if name == 'cap' else 'lower'} the {name} of head "
-                f"{place} of layer {layer}, or refine the granularity"
-            )
+            raise _unreachable(checked, head, line, elements // len(charge), int(pivots[head]))
         kept.append(keep)
     width = max(len(keep) for keep in kept)
     shape = (len(kept), width)
@@ -178,6 +185,7 @@ def _model(
         for table, source in ((tables[1], charge), (tables[2], stored)):
             table[head, : len(keep)] = source[head][keep]
             table[head, len(keep) :] = source[head][keep[-1]]
+    floors = limits.floor_keys()
     model = ChoiceModel(
         *tables,
         limits.layer,
@@ -187,6 +195,27 @@ def _model(
         limits.layer_floor,
         limits.layer_cap,
         elements,
-        remedy,
+        ", or ".join(text for text in (["lower a floor"] if floors else remedies) if text),
+        limits.names,
+        np.bincount(limits.layer, pivots, len(limits.names)).astype(np.int64),
+        floors,
     )
     return model, kept
+
+
+def _unreachable(checked: Checked, head: int, line: IntArray, size: int, pivots: int) -> InfeasibleError:
+    """The refusal of a head's limits that none of its options [O], in bits, meets."""
+    limits, (layer, place) = checked.limits, divmod(head, checked.heads[1])
+    floor, cap = int(limits.head_floor[head]), int(limits.head_cap[head])
+    found = [f"{limits.key('floor', layer, place)} is {floor / size:g}"] if floor else []
+    found += [f"{limits.key('cap', layer, place)} is {cap / size:g}"] if cap < UNLIMITED else []
+    takes = " or ".join(f"{bits / size:g}" for bits in line)
+    if len(line) > 4:
+        takes = f"{line[0] / size:g} to {line[-1] / size:g}"
+    why = " (an FP16 pivot, charged 8)" if pivots and len(line) == 1 else ""
+    kind = "cap" if cap < line[0] else "floor"
+    remedy = f"{'raise' if kind == 'cap' else 'lower'} the {kind}" + (", or lower pivots.count" if why else "")
+    return InfeasibleError(
+        f"{' and '.join(found)} bits a value, but head {place} of layer {limits.names[layer]}{why} takes {takes}; "
+        f"{remedy}"
+    )

@@ -39,6 +39,7 @@ class RowProblem:
         spare_groups: groups beyond the fewest that cover its rows that a head may take, all padding; 0 loses nothing
             where more bits never cost more (see row_pricing).
         time_limit: seconds for the integer program; None for no limit.
+        layer_names: [L] indices of the layers in the whole model, for messages; by default their positions.
     """
 
     costs: Any
@@ -55,6 +56,7 @@ class RowProblem:
     pivot_charge: int = 8
     spare_groups: int = 0
     time_limit: float | None = 60.0
+    layer_names: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ class HeadProblem:
         stored_bytes: [C + 1] bytes of a head at each candidate and as a pivot, scales included; by default the codes
             alone. Two-bit heads store more scales, and pivots none, which equal ranks have to take into account.
         charge_stored: charge `8 * stored_bytes` against budget and limits instead of nominal bits.
-        tensor_parallel, layer_floor, layer_cap, head_floor, head_cap, pivot_charge, time_limit: as in RowProblem.
+        tensor_parallel, layer_floor, layer_cap, head_floor, head_cap, pivot_charge, time_limit, layer_names: as in
+            RowProblem.
     """
 
     costs: Any
@@ -87,6 +90,7 @@ class HeadProblem:
     head_cap: Any = None
     pivot_charge: int = 8
     time_limit: float | None = 60.0
+    layer_names: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,10 @@ class RowAllocation(HeadAllocation):
 
 @dataclass(frozen=True)
 class Limits:
-    """Checked side constraints in bits: floors and caps int64 of layers [L] and heads [U], ranks of heads [U]."""
+    """Checked side constraints in bits: floors and caps int64 of layers [L] and heads [U], ranks of heads [U].
+
+    `names` [L] are the layers' indices in the whole model, as the keys of caps and floors have them.
+    """
 
     layer_floor: IntArray
     layer_cap: IntArray
@@ -144,6 +151,19 @@ class Limits:
     head_cap: IntArray
     layer: IntArray
     rank: IntArray
+    names: tuple[int, ...]
+
+    def key(self, kind: str, layer: int, head: int | None = None) -> str:
+        """The recipe's key of a limit: ``allocation.caps.7/3``."""
+        return f"allocation.{kind}s.{self.names[layer]}" + ("" if head is None else f"/{head}")
+
+    def floor_keys(self) -> list[str]:
+        """Keys of every floor there is."""
+        heads = len(self.layer) // len(self.names)
+        return [
+            *(self.key("floor", int(layer)) for layer in np.flatnonzero(self.layer_floor)),
+            *(self.key("floor", *divmod(int(head), heads)) for head in np.flatnonzero(self.head_floor)),
+        ]
 
 
 @dataclass(frozen=True)
@@ -201,6 +221,7 @@ def check_problem(problem: RowProblem | HeadProblem, elements: int) -> Checked:
         *_limits(problem.head_floor, problem.head_cap, (layers, heads), elements, "head"),
         layer,
         head // (heads // ranks),
+        tuple(range(layers)) if problem.layer_names is None else tuple(problem.layer_names),
     )
     if problem.pivot_charge < 0:
         raise RecipeError(f"pivot_charge is {problem.pivot_charge}, expected bits a value, 8 or 16; set it to 8")

@@ -81,7 +81,7 @@ def test_reuse_refuses_what_needs_state_samples(compiled, tmp_path):
     root, _ = compiled
     changed = recipe(tmp_path, reuse=str(root / "out"), spatial__gamma=0.5, spatial__impact="one_step",
                      temporal__weight="gate", temporal__sensitivity="none")  # fmt: skip
-    with pytest.raises(RecipeError, match=r"reuse=.*no state samples"):
+    with pytest.raises(RecipeError, match=r"spatial\.gamma is 0\.5, but reuse=.* was made with 0\.25.*state samples"):
         compile_recipe(changed, quiet=True)
 
 

@@ -22,24 +22,40 @@ def odd_pivots():
     ("change", "kind", "words"),
     [
         ({"budget": 100}, InfeasibleError, ["budget of 100 bits", "at least 1,536 bits (4.0000 a value)", "raise"]),
-        ({"granularity": 4, "budget": 1_600}, InfeasibleError, ["2,048", "lower the granularity 4", "takes 512"]),
+        (
+            {"granularity": 4, "budget": 1_600},
+            InfeasibleError,
+            ["2,048", "raise budget.bits to 5.3334", "lower the granularity 4", "takes 512"],
+        ),
         (
             {"layer_floor": [NAN, 7.0], "budget": 2_000},
             InfeasibleError,
-            ["at least 2,112 bits", "with the floors of layer 1", "raise the budget"],
+            ["at least 2,112 bits", "with allocation.floors.1;", "raise budget.bits to 5.5, or lower a floor"],
         ),
-        ({"layer_floor": [NAN, 9.0]}, InfeasibleError, ["floor of layer 1", "at most 1,536", "lower"]),
-        ({"layer_cap": [3.9, NAN]}, InfeasibleError, ["cap of layer 0", "at least 768", "raise"]),
+        (
+            {"layer_floor": [NAN, 9.0]},
+            InfeasibleError,
+            ["allocation.floors.1 is 9 bits a value on average", "take at most 8", "lower it to 8"],
+        ),
+        (
+            {"layer_cap": [3.9, NAN]},
+            InfeasibleError,
+            ["allocation.caps.0 is 3.89583 bits", "4 heads of layer 0 take at least 4", "raise it"],
+        ),
         (
             {"layer_floor": [NAN, 6.01], "layer_cap": [NAN, 6.05]},
             InfeasibleError,
-            ["layer 1", "floor of 1,154", "cap of 1,161", "1,184"],
+            ["layer 1", "allocation.floors.1 = 6.01", "allocation.caps.1 = 6.04", "6.16"],
         ),
-        ({"head_cap": np.full((2, 4), 3.0)}, InfeasibleError, ["head 0 of layer 0", "cap of 144", "raise the cap"]),
+        (
+            {"head_cap": np.full((2, 4), 3.0)},
+            InfeasibleError,
+            ["allocation.caps.0/0 is 3 bits", "head 0 of layer 0", "takes 4 to 8", "raise the cap"],
+        ),
         (
             {"head_floor": np.where(np.arange(8).reshape(2, 4) == 6, 9.0, NAN)},
             InfeasibleError,
-            ["head 2 of layer 1", "floor of 432", "lower the floor"],
+            ["allocation.floors.1/2 is 9", "head 2 of layer 1", "takes 4 to 8", "lower the floor"],
         ),
         ({"tensor_parallel": 3}, InfeasibleError, ["4 heads", "3 tensor-parallel ranks", "[1, 2, 4]"]),
         ({"pivots": odd_pivots()}, InfeasibleError, ["head 2 of layer 1", "1 pivot rows", "round_pivots"]),
