@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from stat import S_IMODE
 from typing import TypeVar
 
 from stepquant.errors import ArtifactError, StepQuantError
@@ -51,7 +52,7 @@ def replacing_directory(directory: Path, own: Collection[str]) -> Iterator[Path]
     try:
         try:
             yield place
-            os.chmod(place, 0o755)
+            os.chmod(place, S_IMODE(directory.stat().st_mode) if directory.is_dir() else 0o755)
         except BaseException:
             shutil.rmtree(place, ignore_errors=True)
             raise
@@ -91,13 +92,13 @@ def _identity(directory: Path) -> tuple[int, ...] | None:
 
 def sweep(directory: Path, own: Collection[str]) -> None:
     """Remove what killed processes left beside `directory`, and finish what they had begun."""
-    prefix = f".{directory.name}."
-    for place in sorted(directory.parent.glob(f"{_literal(prefix)}*")):
+    left = [p for p in directory.parent.glob(f"{_literal(f'.{directory.name}.')}*") if is_working_name(p.name)]
+    for place in left:
         if place.name.endswith(REPLACED) and not directory.exists():
             with suppress(OSError):  # another process was faster
                 place.rename(directory)
-        elif place.name.endswith((BUILDING, REPLACED)):
-            _retire_unlocked(place, directory, own)
+    for place in left:
+        _retire_unlocked(place, directory, own)
 
 
 def _retire_unlocked(place: Path, directory: Path, own: Collection[str]) -> None:
@@ -163,7 +164,8 @@ def _exchange(one: Path, other: Path) -> None:
 
 def _retire(place: Path, directory: Path, own: Collection[str]) -> None:
     """Delete what was replaced, after moving what is not its own into the new directory."""
-    for old in (place, place.with_suffix(REPLACED)):
+    replaced = [place.with_suffix(REPLACED)] if directory.is_dir() else []  # else it is all there is
+    for old in (place, *replaced):
         for entry in sorted(old.iterdir()) if old.is_dir() else ():
             if entry.name in own or _is_temporary(entry.name, own):
                 shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
