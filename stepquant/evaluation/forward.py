@@ -111,11 +111,19 @@ def run_variant(
 
     def replaced(layer: int, trace: DeltaTrace) -> Tensor:
         found = codec(layer, trace.q.device)
-        y = decode_layer(trace, found, settings) if errors is None else errors.decode(trace, found, settings)
+        if served is not None:
+            y = served.decode_layer(layer, trace, prefill)
+        else:
+            y = decode_layer(trace, found, settings) if errors is None else errors.decode(trace, found, settings)
         if advance is not None:
             advance()
         return y
 
+    served = None
+    if variant is not None and variant.served is not None:
+        from stepquant.evaluation.served import ServedDecoder  # brings Triton along
+
+        served = ServedDecoder.load(variant.served, loaded.device)
     if variant is not None and variant.native:
         return readout.features(tokens, positions)
     with capture_delta_rule(loaded, replace=replaced):

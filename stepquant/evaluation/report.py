@@ -21,7 +21,8 @@ def print_rows(rows: Sequence[dict[str, Any]], settings: EvaluateSettings) -> No
     if not console.is_terminal:
         console = Console(width=200)  # nothing is cut where the output goes to a file
     first = rows[0]
-    path = "the bytes that are served" if settings.path == "packed" else "the simulated codec"
+    path = {"simulated": "the simulated codec", "packed": "the bytes that are served"}.get(settings.path)
+    path = path or ", ".join(sorted({str(r["path"]) for r in rows if str(r["path"]).startswith("served")}))
     console.print(
         f"{first['streams']} streams of {settings.prefill} + {first['tokens']} tokens, {first['data']}; KL from the "
         f"FP32-state model in nats a token; {path}"

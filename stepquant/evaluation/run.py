@@ -37,6 +37,9 @@ def evaluate(settings: EvaluateSettings, quiet: bool = False) -> list[dict[str, 
     Raises:
         StepQuantError: naming what is missing or does not fit.
     """
+    if settings.path == "served" and (settings.layers or settings.greedy):
+        key = "layers" if settings.layers else "greedy"
+        raise RecipeError(f"{key} is set, but path=served measures the drift only; leave {key} out, or say path=packed")
     plan, progress = _plan(settings), Progress(quiet)
     variants = chosen_variants(settings, plan)
     run = open_run(settings, plan, progress)
@@ -105,14 +108,14 @@ def _fill_cache(settings: EvaluateSettings, names: Sequence[str]) -> None:
 
 def chosen_variants(settings: EvaluateSettings | HarnessSettings, plan: LayoutPlan) -> list[Variant]:
     """The plan and what it is compared with; refuses a bad name before anything is loaded."""
-    packed = settings.path == "packed"
+    packed, served = settings.path == "packed", settings.path == "served"
     tables = None
     if "damp" in settings.against:
         from stepquant.artifact import read_tables
 
         tables = {name: product for name, (_, product) in read_tables(Path(str(settings.plan)))[0].items()}
-    others = [named_variant(name, plan, tables, packed) for name in settings.against]
-    return unique_names([from_plan(plan, packed=packed), *others])
+    others = [named_variant(name, plan, tables, packed, served) for name in settings.against]
+    return unique_names([from_plan(plan, packed=packed, served=settings.plan if served else None), *others])
 
 
 def load_for_plan(

@@ -41,7 +41,8 @@ class EvaluateSettings:
     Attributes:
         plan: artifact directory.
         against: names of variants (`stepquant.evaluation.variants`) and other artifact directories.
-        path: ``simulated`` runs the codec, ``packed`` the bytes that are served.
+        path: ``simulated`` runs the codec, ``packed`` the bytes that are served, ``served`` the runtime itself: the
+            generated kernels on a GPU, their twin in plain torch on a CPU.
         streams, prefill, decode: text: how many streams, tokens of exact prefill, decode tokens.
         batch: streams in one forward; 0 chooses by the device and the size of a layer's trace.
         workers: processes on a CPU, one thread each; 0 takes all cores.
@@ -54,7 +55,7 @@ class EvaluateSettings:
 
     plan: str | None = setting(None, optional(text))
     against: tuple[str, ...] = setting(("int8", "int6", "int4", "bf16"), words)
-    path: str = setting("simulated", choice("simulated", "packed"))
+    path: str = setting("simulated", choice("simulated", "packed", "served"))
     model: ModelSettings = field(default_factory=ModelSettings)
     data: TextSettings = field(default_factory=TextSettings)
     streams: int = setting(8, integer(1))

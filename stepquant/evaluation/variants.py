@@ -15,10 +15,11 @@ Any of them may be followed by ``@W`` or ``@W:DTYPE``: the same with a write win
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -52,6 +53,7 @@ class Variant:
         window: write window.
         dtype: for kind ``float``: fp32, fp16 or bf16.
         packed: go through pages as they would be served instead of the simulated codec.
+        served: artifact directory whose kernels run it, as a server would; None otherwise.
         native: do not replace the model's delta rule at all.
     """
 
@@ -64,6 +66,7 @@ class Variant:
     dtype: str = "fp32"
     packed: bool = False
     native: bool = False
+    served: Path | None = None
 
     @property
     def exact(self) -> bool:
@@ -72,7 +75,9 @@ class Variant:
 
     @property
     def path(self) -> str:
-        """``simulated`` or ``packed``."""
+        """``simulated``, ``packed``, or ``served`` and by what."""
+        if self.served is not None:
+            return f"served by {'generated kernels' if torch.cuda.is_available() else 'torch operations'}"
         return "packed" if self.packed else "simulated"
 
     @property
@@ -91,6 +96,7 @@ class Variant:
         """Hash of everything that shapes its results (not its name)."""
         settings = [asdict(self.spec), self.window.length, self.dtype, self.packed, self.native]
         settings += [self.window.dtype] if self.window.length > 1 else []
+        settings += [self.path, _serving_code()] if self.served is not None else []
         return hash_tensors({"bits": self.bits, "w": self.w, repr(settings): torch.zeros(0)})
 
     def as_plan(self) -> LayoutPlan:
@@ -121,8 +127,22 @@ class PackedPath:
         return self.codec.unpack(self.codec.pack(x))
 
 
-def from_plan(plan: LayoutPlan, name: str | None = None, packed: bool = False) -> Variant:
+@cache
+def _serving_code() -> str:
+    """Hash of the code that serves: its results are those of exactly this code."""
+    package = Path(__file__).resolve().parents[1]
+    files = sorted([*(package / "codegen").glob("*.py"), *(package / "runtime").glob("*.py")])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def from_plan(
+    plan: LayoutPlan, name: str | None = None, packed: bool = False, served: str | Path | None = None
+) -> Variant:
     """The plan as it would be served.
+
+    Args:
+        packed: through the bytes of pages.
+        served: the plan's artifact directory: through the runtime.
 
     Raises:
         RecipeError: `packed` where the packers do not take the plan.
@@ -130,16 +150,16 @@ def from_plan(plan: LayoutPlan, name: str | None = None, packed: bool = False) -
     variant = Variant(name or plan.name, plan.geometry, plan.codec, plan.bits, plan.w, plan.window)
     if plan.codec.kind == "float":
         return replace(variant, dtype="fp32" if int(plan.bits.flatten()[0]) == FP32 else "fp16")
-    if packed and not packable(plan):
+    if (packed or served is not None) and not packable(plan):
         raise RecipeError(
             f"plan {plan.name} cannot be packed (codec {plan.codec.kind}, bits {sorted(plan.bits.unique().tolist())}); "
             "evaluate it with path=simulated"
         )
-    return replace(variant, packed=packed)
+    return replace(variant, packed=packed, served=None if served is None else Path(served))
 
 
 def named_variant(
-    text: str, plan: LayoutPlan, tables: Mapping[str, Product] | None = None, packed: bool = False
+    text: str, plan: LayoutPlan, tables: Mapping[str, Product] | None = None, packed: bool = False, served: bool = False
 ) -> Variant:
     """The variant that a name of ``against`` stands for.
 
@@ -147,7 +167,7 @@ def named_variant(
         text: a name of the list above, or an artifact directory, with an optional ``@W`` or ``@W:DTYPE``.
         plan: what it is compared with: gives the geometry and, for ``spatialN``, the row weights.
         tables: calibration products of the plan's artifact, for ``damp``.
-        packed: path of other plans.
+        packed, served: path of other plans.
 
     Raises:
         RecipeError: unknown name, window or precision, or a plan for another model.
@@ -155,7 +175,7 @@ def named_variant(
     name, window = text, ""
     if "@" in text and not _is_plan(text):
         name, _, window = text.rpartition("@")
-    base = _named(name, plan, tables, packed)
+    base = _named(name, plan, tables, packed, served)
     if not window:
         return base
     length, _, dtype = window.partition(":")
@@ -164,6 +184,11 @@ def named_variant(
             f"{text}: window {window!r} is not W or W:DTYPE; W is in {WINDOW_LENGTHS}, DTYPE in {list(BUFFER_BITS)}"
         )
     spec = WindowSpec(int(length), dtype or base.window.dtype)  # type: ignore[arg-type]
+    if base.served is not None and spec != base.window:
+        raise RecipeError(
+            f"{text}: its kernels were generated for a window of {base.window.length} ({base.window.dtype}); leave "
+            f"@{window} out, or say path=packed"
+        )
     return replace(base, name=f"{base.name}@{window}", window=spec)
 
 
@@ -171,9 +196,11 @@ def _is_plan(text: str) -> bool:
     return (Path(text) / "plan.json").is_file()
 
 
-def _named(name: str, plan: LayoutPlan, tables: Mapping[str, Product] | None, packed: bool) -> Variant:
+def _named(
+    name: str, plan: LayoutPlan, tables: Mapping[str, Product] | None, packed: bool, served: bool = False
+) -> Variant:
     if _is_plan(name):
-        return _other_plan(name, plan, packed)
+        return _other_plan(name, plan, packed, served)
     ones = torch.ones_like(plan.w)
 
     def uniform(bits: int, spec: CodecSpec, w: Tensor = ones, **more: object) -> Variant:
@@ -201,14 +228,15 @@ def _named(name: str, plan: LayoutPlan, tables: Mapping[str, Product] | None, pa
     raise RecipeError(_unknown(name))
 
 
-def _other_plan(name: str, plan: LayoutPlan, packed: bool) -> Variant:
+def _other_plan(name: str, plan: LayoutPlan, packed: bool, served: bool) -> Variant:
     other = load_plan(name)
     if other.geometry != plan.geometry or other.fingerprint != plan.fingerprint:
         raise RecipeError(
             f"{name} was compiled for another checkpoint (fingerprint {other.fingerprint[:16]}, {plan.name}: "
             f"{plan.fingerprint[:16]}); compare plans of one model"
         )
-    return from_plan(other, packed=packed and packable(other))
+    able = packable(other)
+    return from_plan(other, packed=packed and able, served=name if served and able else None)
 
 
 def _damp_bits(plan: LayoutPlan, tables: Mapping[str, Product] | None) -> Tensor:

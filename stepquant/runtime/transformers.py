@@ -21,6 +21,7 @@ from stepquant.errors import BackendError
 from stepquant.models.capture import DeltaTrace, capture_delta_rule
 from stepquant.runtime.load import RankPlan, load_rank_plan
 from stepquant.runtime.pool import PackedPool
+from stepquant.runtime.raw import raw_gates
 
 GROUP_SLOTS = 1 << 12
 """Handles are group * GROUP_SLOTS + slot, exact in float32 up to 2^24."""
@@ -201,10 +202,8 @@ class _Step:
         spec = self.pool.kernels.spec
         repeat = spec.num_heads // spec.num_key_heads
         q, k = (x[:, 0, ::repeat].contiguous() for x in (trace.q, trace.k))
-        rate = -trace.log_gate[:, 0].flatten(1)  # softplus(a) of A_log = dt_bias = 0
-        a = torch.where(rate > 20, rate, torch.log(torch.expm1(rate)))
-        b = torch.logit(trace.beta[:, 0])
-        zeros = rate.new_zeros(rate.shape[1])
+        a, b = raw_gates(trace.log_gate[:, 0].flatten(1), trace.beta[:, 0])
+        zeros = a.new_zeros(a.shape[1])
         out = torch.empty_like(trace.v[:, 0])
         self.pool.decode(
             layer, self.slots.int(), q, k, trace.v[:, 0].contiguous(), a, b, zeros[: spec.num_heads], zeros, 1.0, out,

@@ -64,8 +64,9 @@ def analyse(run: AnalysisRun) -> Analysis:
     rows = [result.row() for result in results]
     curves = {r.variant.name: _blocks(r.figures.kl) for r in results}
     numbers: dict[str, Any] = {"rows": rows, "block": BLOCK, "kl_curves": curves}
+    edge = min(EDGE, results[0].figures.kl.shape[1])
     headline = [
-        f"{row['variant']}: KL {row['kl_first']:.2e} over the first {min(EDGE, row['tokens'])}, "
+        f"{row['variant']}: KL {row['kl_first']:.2e} over the first {edge}, "
         f"{row['kl_last']:.2e} over the last; "
         f"excess NLL {row['excess_nll_first']:+.4f} to {row['excess_nll_last']:+.4f}"
         for row in rows
