@@ -120,6 +120,10 @@ def test_overrides_as_people_write_them(capsys, override, key, value):
         (["recipe=qwen_6bit", "budget=5"], ["budget is 5"]),
         (["recipe=qwen_6bit"], ["model.path is not set; give model.path=/path or calibration=synthetic"]),
         (["recipe=./no.yaml"], ["'./no.yaml' is no file"]),
+        (["recipe=qwen_6bit", "seed=1", "seed=2"], ["seed is given twice: seed=1 and seed=2; leave one out"]),
+        (["recipe=qwen_6bit", "recipe=qwen_4bit"], ["recipe is given twice: recipe=qwen_6bit and recipe=qwen_4bit"]),
+        (["recipe=qwen_6bit", "budget={bits:4}", "budget.bits=5"], ["budget.bits is given twice"]),
+        (["recipe=qwen_6bit", "-m", "seed=1,2", "seed=3"], ["seed is given twice: seed=1,2 and seed=3"]),
         (["recipe=qwen_6bit", "name=${nam}"], ["nam"]),
         (["recipe=qwen_6bit", "method=paper", "temporal.horizon=512"], ["temporal.horizon is 512", "method=paper"]),
         (["recipe=qwen_6bit", "method=paper", "temporal={horizon:512}"], ["temporal.horizon is 512", "method=paper"]),
@@ -282,6 +286,8 @@ def test_a_command_with_a_root_of_its_own(capsys, tmp_path, monkeypatch):
     assert "streams.count" in capsys.readouterr().out
     assert hydra_config_command(seen.append, "probe", "probe", ["streams.cuont=3"]) == 2
     assert "unknown key streams.cuont (did you mean 'streams.count'?)" in capsys.readouterr().err
+    assert hydra_config_command(seen.append, "probe", "probe", ["plan=a", "plan=b"]) == 2
+    assert "plan is given twice: plan=a and plan=b" in capsys.readouterr().err
 
 
 def test_overrides_from_python():

@@ -90,7 +90,7 @@ def test_geometry_round_trip():
         ({"allocation.caps": {"first": 6}}, ["allocation.caps has the key 'first'"]),
         ({"allocation.caps": {0: 5}}, ["allocation.caps.0 is 5"]),
         ({"allocation.caps": {0: 4}, "allocation.floors": {0: 6}}, ["allocation.floors.0 is 6", "allocation.caps.0"]),
-        ({"window.length": 3}, ["window.length is 3", "1, 2, 4, 8, 16"]),
+        ({"window.length": 3}, ["window.length is 3", "one of 1, 2, 4, 8, 16, or auto"]),
         ({"window.dtype": "fp8"}, ["window.dtype is 'fp8'"]),
         ({"target.tensor_parallel": 3}, ["target.tensor_parallel is 3"]),
         ({"codegen.targets": ["sm_91"]}, ["codegen.targets[0] is 'sm_91'", "did you mean 'sm_90'"]),

@@ -43,6 +43,9 @@ def resolve_budget(pipeline: Pipeline) -> Pipeline:
             pipeline[need]
     low, high = smallest_bits(context), 8.0
     smallest = _bytes_at(pipeline, low)
+    if smallest is None and context.recipe.allocation.floors and _bytes_at(pipeline, high) is not None:
+        low = _lowest_met(pipeline, low, high)
+        smallest = _bytes_at(pipeline, low)
     if smallest is None or smallest > target:
         raise _too_small(context, target, smallest)
     if (largest := _bytes_at(pipeline, high)) is not None and largest <= target:
@@ -53,6 +56,14 @@ def resolve_budget(pipeline: Pipeline) -> Pipeline:
         low, high = (middle, high) if size is not None and size <= target else (low, middle)
     context.progress.say(f"budget.{budget.target}: {target:,} bytes a slot give {low:.4f} nominal bits a value")
     return _with_bits(pipeline, low)
+
+
+def _lowest_met(pipeline: Pipeline, low: float, high: float) -> float:
+    """The fewest bits a value, to `RESOLUTION`, that pay for the recipe's floors: more than `low`, at most `high`."""
+    while high - low > RESOLUTION:
+        middle = (low + high) / 2
+        low, high = (low, middle) if _bytes_at(pipeline, middle) is not None else (middle, high)
+    return high
 
 
 def _too_small(context: Context, target: int, smallest: int | None) -> InfeasibleError:

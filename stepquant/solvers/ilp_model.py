@@ -27,6 +27,9 @@ from stepquant.solvers.table import FloatArray, IntArray
 #: Stands for "no cap".
 UNLIMITED = 1 << 62
 
+#: Values that a recipe's caps and floors can have, which messages propose.
+LIMITS = (2, 4, 6, 8)
+
 
 @dataclass(frozen=True)
 class ChoiceModel:
@@ -254,7 +257,9 @@ def _unreachable(model: ChoiceModel, layer: int, heads: int, least: int, most: i
         held = f" ({pivots} FP16 pivot{'s' if pivots > 1 else ''} among them, charged 8)"
     value = found / size
     near = math.ceil(value * 1e4) / 1e4 if kind == "cap" else math.floor(value * 1e4) / 1e4
-    remedy = f"{'raise' if kind == 'cap' else 'lower'} it to {near:g}" + (", or lower pivots.count" if held else "")
+    fits = [bits for bits in LIMITS if (bits >= near if kind == "cap" else bits <= near)]
+    enough = (min if kind == "cap" else max)(fits, default=near)
+    remedy = f"{'raise' if kind == 'cap' else 'lower'} it to {enough:g}" + (", or lower pivots.count" if held else "")
     return InfeasibleError(
         f"{key} is {limit / size:g} bits a value on average, but the {heads} heads of layer {name}{held} take at {ask} "
         f"{near:g}; {remedy}"
