@@ -90,14 +90,14 @@ def _with(report: TargetReport, rejected: list[str]) -> TargetReport:
     return TargetReport(**{**{n: getattr(report, n) for n in report.__dataclass_fields__}, "rejected": tuple(rejected)})
 
 
-def _compile(spec: KernelSpec, variant: Variant, source: str, target: str, launch: Launch) -> TargetReport:
-    import triton
+def build(spec: KernelSpec, name: str, source: str, target: str, launch: Launch) -> Any:
+    """Triton's compiled kernel of a variant (`asm` has its stages, ptx and cubin among them)."""
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton.compiler import ASTSource, compile
 
     arch = int(target.removeprefix("sm_"))
-    kernel = getattr(load_source(variant.name, source), variant.name)
-    types = signature(spec, variant.name)
+    kernel = getattr(load_source(name, source), name)
+    types = signature(spec, name)
     constants: dict[str, Any] = {"ARCH": arch} | ({"L2NORM": True} if "L2NORM" in types else {})
     aligned = [
         n for n, t in types.items() if t.startswith("*") or n in ("stride_page", "stride_q", "stride_k", "stride_v")
@@ -106,12 +106,14 @@ def _compile(spec: KernelSpec, variant: Variant, source: str, target: str, launc
     options: dict[str, Any] = {"num_warps": launch.warps, "enable_fp_fusion": True}
     if launch.registers:
         options["maxnreg"] = launch.registers
+    types = {n: types[n] for n in kernel.arg_names}
+    source_of = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=attributes)
+    return compile(source_of, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def _compile(spec: KernelSpec, variant: Variant, source: str, target: str, launch: Launch) -> TargetReport:
     start = time.perf_counter()
-    built = triton.compile(
-        ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=attributes),
-        target=GPUTarget("cuda", arch, 32),
-        options=options,
-    )
+    built = build(spec, variant.name, source, target, launch)
     seconds = time.perf_counter() - start
     with tempfile.TemporaryDirectory() as directory:
         cubin = Path(directory) / "kernel.cubin"

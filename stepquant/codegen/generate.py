@@ -17,16 +17,16 @@ from stepquant.codegen import templates_window as tw
 from stepquant.codegen.kernel_plan import TITLES
 from stepquant.codegen.spec import KernelSpec
 
-GENERATOR_VERSION = "1"
+GENERATOR_VERSION = "2"
 PLANES = "NIBBLES, EIGHT, SIX, TWO"
 # Public names of the building blocks, so that a generated file imports what it uses and nothing else.
 BLOCKS = {
     "blocks": ("code_constants", "fit_codes", "pack_pivots", "read_pivots", "row_factors", "softplus", "unpack_pivots",
                "update_pivots"),
-    "matrix": ("add_triple", "multiply_codes"),
+    "matrix": ("add_triple", "multiply_head"),
     "pending": ("fold_pending", "fold_pivots", "read_pending", "store_entry"),
-    "planes": ("load_codes",),
-    "table": ("T_BITS", "T_COLUMN", "T_PIVOT", "T_PIVOTS", "table_offset"),
+    "planes": ("load_block", "open_planes", "prefetch_head"),
+    "table": ("T_BITS", "T_COLUMN", "T_PIVOT", "T_PIVOTS", "T_ROW", "table_offset"),
     "tile": ("grouped", "spread_columns", "spread_rows", "sum_rows", "tile_columns"),
     "tile_planes": ("load_dense", "load_tile", "store_dense", "store_tile"),
 }  # fmt: skip
@@ -187,12 +187,11 @@ def _read(spec: KernelSpec) -> str:
     if spec.pivots != "none":
         vector = "base" if kda else "base + tl.zeros([KP], tl.float32)"
         read_pivots = t.READ_PIVOTS.replace("$decay", vector)
-    functions = Template(tw.LOAD_HEAD).substitute(planes=PLANES)
+    functions = Template(tw.READ_CODES).substitute(planes=PLANES)
     if kda:
         body = Template(tw.BODY_KDA).substitute(kind=_mixed_kind())
     else:
-        functions += Template(tw.READ_GDN).substitute(planes=PLANES)
-        call = "h_k, h_q = read_codes(p_page, p_table, raw_q, raw_k, slot, col, col_in, {kind})"
+        call = "h_k, h_q = read_codes(p_page, p_table, x_k, x_q, slot, col, col_in, {kind})"
         body = Template(tw.BODY_GDN).substitute(dispatch=_dispatch(spec, call, ""))
     return functions + Template(tw.READ).substitute(
         token=_token(spec),

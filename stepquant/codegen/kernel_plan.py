@@ -62,7 +62,7 @@ class Launch:
 
 # In order of preference; the first that a target compiles without spills is taken.
 LAUNCHES: Mapping[str, tuple[Launch, ...]] = {
-    "read": (Launch(2), Launch(4)),
+    "read": (Launch(1, 128), Launch(1), Launch(2)),
     **dict.fromkeys(("step", "fold", "flush", "pack", "unpack"), (Launch(8, 128), Launch(8), Launch(16, 128))),
 }
 

@@ -4,6 +4,8 @@
 S = diag(rho) z diag(c), so what is needed are two products of row vectors k D rho and q D rho with the integer tile z.
 Each vector is rounded to 21-bit integers and split into three signed digits of base 128: six int8 columns. Sums of
 int8 products in int32 are exact. The error is that of the rounding, 2^-21 of a vector's largest entry.
+
+Slots are contracted in the order (s, a, d, i), which is how the words of a page lie in the operand (`planes`).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stepquant.codegen.planes import load_block, unpack_block
 from stepquant.codegen.words import ROUND, reciprocal
 
 
@@ -33,65 +36,161 @@ def to_integers(x, scale):
 
 
 @triton.jit
-def digits(t_k, t_q, o_slot, ROWS: tl.constexpr, G: tl.constexpr):
-    """Right operand int8 `[ROWS, 8 G]` from integer vectors: columns 2l and 2l + 1 of 8 hold digit l of both.
-
-    `o_slot`, flat `[G, ROWS]`, says which entries go where. Built transposed, so that a thread has whole words.
-    """
-    k = tl.reshape(tl.gather(t_k, o_slot, 0), (G, 1, ROWS))
-    q = tl.reshape(tl.gather(t_q, o_slot, 0), (G, 1, ROWS))
-    o = tl.arange(0, 8)[None, :, None]
-    t = tl.where(o % 2 == 0, k, q) >> (7 * (o // 2))
-    t = tl.where(o < 4, t & 127, tl.where(o < 6, t, 0)).to(tl.int8)
-    return tl.trans(tl.reshape(t, (8 * G, ROWS)))
+def digits(t_k, t_q, M: tl.constexpr):
+    """Right operand int8 `[8 M, 8]` from integer vectors in slot order: column 2l holds digit l of k, 2l + 1 of q."""
+    t = tl.join(t_k, t_q)
+    low, middle, high = (t & 127).to(tl.int8), ((t >> 7) & 127).to(tl.int8), (t >> 14).to(tl.int8)
+    t = tl.join(tl.join(low, middle), tl.join(high, tl.zeros_like(high)))  # [slot, kq, digit bit 0, digit bit 1]
+    return tl.reshape(tl.permute(t, (0, 3, 2, 1)), (8 * M, 8))
 
 
 @triton.jit
-def operand(z, M: tl.constexpr, JP: tl.constexpr, E: tl.constexpr):
-    """A tile of codes ``[a, b, l, d, (e, i)]`` as columns against slots, `[JP, 4 M]`: no data moves."""
-    z = tl.reshape(z, (M // 4, JP // (8 * E), 8, 4, E, 4))
-    return tl.reshape(tl.permute(z, (1, 4, 2, 0, 3, 5)), (JP, 4 * M))
+def operand(z00, z01, z10, z11, M: tl.constexpr, E: tl.constexpr):
+    """The tiles of a block as columns (h, e, l) against slots (a, d, s, i), `[16 E, 8 M]`: no data moves."""
+    z = tl.join(tl.join(z00, z01), tl.join(z10, z11))  # [d, l, a, (e, i), h, s]
+    z = tl.reshape(z, (4, 8, M // 4, E, 4, 2, 2))
+    return tl.reshape(tl.permute(z, (5, 3, 1, 2, 0, 6, 4)), (16 * E, 8 * M))
 
 
 @triton.jit
-def multiply_codes(
-    z00, z01, z10, z11, k_rho, q_rho, M: tl.constexpr, JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr,
-    FOUR: tl.constexpr,
+def multiply_block(
+    words, t, M: tl.constexpr, E: tl.constexpr,
+    FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the rows of z times k_rho and q_rho (compact rows, or row factors where grouped): compact columns."""
-    ROWS: tl.constexpr = 4 * M
-    top_k, top_q = tl.reduce((tl.abs(k_rho), tl.abs(q_rho)), 0, max_pair)
-    top_k, top_q = tl.maximum(top_k, 1e-30), tl.maximum(top_q, 1e-30)
-    t_k, t_q = to_integers(k_rho, 1048576.0 * reciprocal(top_k)), to_integers(q_rho, 1048576.0 * reciprocal(top_q))
+    """Sums over the slots of a block times the digits `t`, ``[h, (e, l), kq]``; FOUR: digits of each half."""
+    z00, z01, z10, z11 = unpack_block(words, M, E, FOUR, NIBBLES, EIGHT, SIX, TWO)
+    x = tl.dot(operand(z00, z01, z10, z11, M, E), t, out_dtype=tl.int32)
     if FOUR:
-        o = tl.arange(0, G * ROWS)
-        o_slot = (o // ROWS) * (8 * M) + 8 * ((o % ROWS) // 4) + o % 4
-        half: tl.constexpr = 8 * M * G
-        a0 = tl.dot(operand(z00, M, JP, E), digits(t_k, t_q, o_slot, ROWS, G), out_dtype=tl.int32)
-        a0 = tl.dot(operand(z10, M, JP, E), digits(t_k, t_q, o_slot + 4, ROWS, G), a0, out_dtype=tl.int32)
-        a1 = tl.dot(operand(z01, M, JP, E), digits(t_k, t_q, o_slot + half, ROWS, G), out_dtype=tl.int32)
-        a1 = tl.dot(operand(z11, M, JP, E), digits(t_k, t_q, o_slot + half + 4, ROWS, G), a1, out_dtype=tl.int32)
-        a0, a1 = _own_group(a0, JP, G), _own_group(a1, JP, G)
-    else:
-        o = tl.arange(0, ROWS)
-        o_slot = 8 * (o // 4) + o % 4
-        b0, b1 = digits(t_k, t_q, o_slot, ROWS, 1), digits(t_k, t_q, o_slot + 4, ROWS, 1)
-        a0 = tl.dot(operand(z00, M, JP, E), b0, out_dtype=tl.int32)
-        a0 = tl.dot(operand(z10, M, JP, E), b1, a0, out_dtype=tl.int32)
-        a1 = tl.dot(operand(z01, M, JP, E), b0, out_dtype=tl.int32)
-        a1 = tl.dot(operand(z11, M, JP, E), b1, a1, out_dtype=tl.int32)
+        own = tl.arange(0, 2)[:, None, None, None] == tl.arange(0, 2)[None, None, :, None]
+        x = tl.reshape(tl.sum(tl.where(own, tl.reshape(x, (2, 8 * E, 2, 8)), 0), 2), (16 * E, 8))
     o = tl.arange(0, 8)
     weight = tl.where(o < 2, 1.0 / 1048576.0, tl.where(o < 4, 1.0 / 8192.0, 1.0 / 64.0))
-    weight = weight * tl.where(o % 2 == 0, top_k, top_q)
-    total = tl.join(a0, a1).to(tl.float32) * weight[None, :, None]  # [JP, 8, h]
-    total = tl.sum(tl.reshape(total, (JP, 4, 2, 2)), 1)
-    h_k, h_q = tl.split(tl.reshape(tl.permute(total, (2, 0, 1)), (2 * JP, 2)))
-    o_v = tl.arange(0, 2 * JP)  # out of the matrix units' layout
-    return tl.gather(h_k, o_v, 0), tl.gather(h_q, o_v, 0)
+    x = tl.sum(tl.reshape(x.to(tl.float32) * weight[None, :], (16 * E, 4, 2)), 1)
+    return tl.reshape(x, (2, 8 * E, 2))
 
 
 @triton.jit
-def _own_group(a, JP: tl.constexpr, G: tl.constexpr):
-    """`[JP, 8 G]` sums against every group's factors: keep, for each column, its own group's."""
-    own = tl.arange(0, G)[:, None, None, None] == tl.arange(0, G)[None, None, :, None]
-    return tl.reshape(tl.sum(tl.where(own, tl.reshape(a, (G, JP // G, G, 8)), 0), 2), (JP, 8))
+def multiply_blocks(
+    planes, words, t, FIRST: tl.constexpr, COUNT: tl.constexpr, J: tl.constexpr, M: tl.constexpr, E: tl.constexpr,
+    FULL: tl.constexpr,
+    FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
+    """The same of `COUNT` blocks, a power of two, ``[h, (b, e, l), kq]``, and the words of the block that follows.
+
+    A block's words are loaded before the block in front of it is multiplied, unless rows differ in precision: then a
+    block has words of every plane, which take too many registers.
+    """
+    if COUNT == 1:
+        following = words
+        if FULL and FIRST + 1 < J // (8 * E):
+            following = load_block(planes, FIRST + 1, J, M, E, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO)
+        if not FULL and FIRST > 0 and FIRST < J // (8 * E):
+            words = load_block(planes, FIRST, J, M, E, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO)
+        x = multiply_block(words, t, M, E, FOUR, NIBBLES, EIGHT, SIX, TWO)
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        x0, following = multiply_blocks(planes, words, t, FIRST, HALF, J, M, E, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO)
+        x1, following = multiply_blocks(
+            planes, following, t, FIRST + HALF, HALF, J, M, E, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO
+        )
+        x = join_blocks(x0, x1)
+    return x, following
+
+
+@triton.jit
+def join_blocks(x0, x1):
+    """Sums of two runs of blocks one after another."""
+    x = tl.permute(tl.join(x0, x1), (0, 3, 1, 2))
+    return tl.reshape(x, (2, 2 * x0.shape[1], 2))
+
+
+@triton.jit
+def load_factor(p_r, slot, UNIT: tl.constexpr, K: tl.constexpr):
+    """A compact vector of row factors in units of z."""
+    return tl.load(p_r + slot, mask=slot < K, other=0).to(tl.float32) * UNIT
+
+
+@triton.jit
+def multiply_group(
+    planes, words, p_r, x_k, x_q, slot, FIRST: tl.constexpr, K: tl.constexpr, J: tl.constexpr, M: tl.constexpr,
+    JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr, UNIT: tl.constexpr, FULL: tl.constexpr,
+    FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
+    """k^T and q^T times rho z of the columns of one group of each half, ``[h, column, kq]``."""
+    rho = load_factor(p_r + FIRST * K, slot, UNIT, K)
+    k0, q0 = rho * x_k, rho * x_q
+    size_k, size_q = tl.abs(k0), tl.abs(q0)
+    if FOUR:
+        rho = load_factor(p_r + (J * G // JP + FIRST) * K, slot, UNIT, K)
+        k1, q1 = rho * x_k, rho * x_q
+        size_k, size_q = tl.maximum(size_k, tl.abs(k1)), tl.maximum(size_q, tl.abs(q1))
+    top_k, top_q = tl.reduce((size_k, size_q), 0, max_pair)
+    top_k, top_q = tl.maximum(top_k, 1e-30), tl.maximum(top_q, 1e-30)
+    scale_k, scale_q = 1048576.0 * reciprocal(top_k), 1048576.0 * reciprocal(top_q)
+    t = digits(to_integers(k0, scale_k), to_integers(q0, scale_q), M)
+    if FOUR:
+        other = digits(to_integers(k1, scale_k), to_integers(q1, scale_q), M)
+        t = tl.reshape(tl.permute(tl.join(t, other), (0, 2, 1)), (8 * M, 16))
+    COUNT: tl.constexpr = JP // (8 * E * G)
+    x, words = multiply_blocks(planes, words, t, FIRST * COUNT, COUNT, J, M, E, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO)
+    return x * tl.where(tl.arange(0, 2) == 0, top_k, top_q)[None, None, :], words
+
+
+@triton.jit
+def multiply_groups(
+    planes, words, p_r, x_k, x_q, slot, FIRST: tl.constexpr, COUNT: tl.constexpr, K: tl.constexpr, J: tl.constexpr,
+    M: tl.constexpr, JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr, UNIT: tl.constexpr, FULL: tl.constexpr,
+    FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
+    """The same of `COUNT` groups, a power of two."""
+    if COUNT == 1:
+        x, words = multiply_group(
+            planes, words, p_r, x_k, x_q, slot, FIRST, K, J, M, JP, E, G, UNIT, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO
+        )
+    else:
+        x0, words = multiply_groups(
+            planes,
+            words,
+            p_r,
+            x_k,
+            x_q,
+            slot,
+            FIRST,
+            COUNT // 2,
+            K,
+            J,
+            M,
+            JP,
+            E,
+            G,
+            UNIT,
+            FULL,
+            FOUR,
+            NIBBLES,
+            EIGHT,
+            SIX,
+            TWO,
+        )
+        x1, words = multiply_groups(
+            planes, words, p_r, x_k, x_q, slot, FIRST + COUNT // 2, COUNT // 2, K, J, M, JP, E, G, UNIT, FULL,
+            FOUR, NIBBLES, EIGHT, SIX, TWO,
+        )  # fmt: skip
+        x = join_blocks(x0, x1)
+    return x, words
+
+
+@triton.jit
+def multiply_head(
+    planes, words, p_r, c, x_k, x_q, slot, K: tl.constexpr, J: tl.constexpr, M: tl.constexpr, JP: tl.constexpr,
+    E: tl.constexpr, G: tl.constexpr, UNIT: tl.constexpr, FULL: tl.constexpr,
+    FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
+    """k^T S and q^T S of a head, compact columns, for compact rows `x_k` and `x_q` with all gates in them.
+
+    words: of block 0, loaded by the caller ahead of everything that takes time.
+    """
+    x, words = multiply_groups(
+        planes, words, p_r, x_k, x_q, slot, 0, G, K, J, M, JP, E, G, UNIT, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO
+    )
+    h_k, h_q = tl.split(tl.reshape(x, (2 * JP, 2)))
+    return h_k * c, h_q * c

@@ -117,6 +117,8 @@ def head_tables(layout: PageLayout, layer: int, w: ArrayLike, spec: KernelSpec) 
     table[:, 11] = layout.num_pivots[layer]
     table[:, 12] = np.where(layout.whole_pivot[layer], 2, np.where(four[:, 0], 1, 0))
     table[:, 13] = bits[:, 0]
+    table[:, 14] = layout.head_offsets[layer]
+    table[:, 15] = layout.sizes[layer].sum(-1)
     return {
         "table": table,
         "row_w": np.stack([weights, 1 / (columns * weights)]).astype(np.float32),

@@ -17,45 +17,21 @@ BUFFERS = """    p_us = us + (i_buffer * H + i_h) * ((W - 1) * V)
     gamma = tl.load(p_gamma$gamma_index, mask=$gamma_mask, other=1.0)
 """
 
-LOAD_HEAD = '''
-@triton.jit
-def load_head(
-    p_page, p_table, slot, col, col_in, G: tl.constexpr, FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
-    NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
-):
-    """Codes, row factors in units of z and column scales of a head of integer rows."""
-    p_r, r_in = row_factors(p_page, p_table, slot, K, KP, G, J // GROUP if FOUR else 1, FOUR)
-    p_c = (p_page + table_offset(p_table, T_COLUMN)).to(tl.pointer_type(tl.float16)) + col
-    rho, c = tl.load(p_r, mask=r_in, other=0).to(tl.float32), tl.load(p_c, mask=col_in, other=0).to(tl.float32)
-    z00, z01, z10, z11 = load_codes(p_page, p_table, J, M, JP, E, FOUR, $planes)
-    if FOUR:
-        rho = rho * (1.0 / 32.0)
-    elif BITS > 0:
-        rho = rho * 2.0 ** (BITS - 8)
-    return z00, z01, z10, z11, rho, c
-
-
-@triton.jit
-def multiply_head(
-    z00, z01, z10, z11, rho, c, x_q, x_k, G: tl.constexpr, FOUR: tl.constexpr
-):
-    """k^T S and q^T S for two compact rows."""
-    k_rho, q_rho = rho * grouped(x_k, KP, G, FOUR), rho * grouped(x_q, KP, G, FOUR)
-    h_k, h_q = multiply_codes(z00, z01, z10, z11, k_rho, q_rho, M, JP, E, G, FOUR)
-    return h_k * c, h_q * c
-
-'''
-
-READ_GDN = '''
+READ_CODES = '''
 @triton.jit
 def read_codes(
-    p_page, p_table, raw_q, raw_k, slot, col, col_in,
-    G: tl.constexpr, FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
-    NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
+    p_page, p_table, x_k, x_q, slot, col, col_in, G: tl.constexpr, FOUR: tl.constexpr, BITS: tl.constexpr,
+    ARCH: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
-    """k^T S and q^T S of a head of integer rows for k and q as they were loaded; norms and gates are scalars."""
-    z00, z01, z10, z11, rho, c = load_head(p_page, p_table, slot, col, col_in, G, FOUR, BITS, ARCH, $planes)
-    return multiply_head(z00, z01, z10, z11, rho, c, raw_q.to(tl.float32), raw_k.to(tl.float32), G, FOUR)
+    """k^T S and q^T S of a head of integer rows, for k and q with all that depends on the row in them."""
+    FULL: tl.constexpr = BITS > 0 and K == 8 * M  # every row of the tile is there
+    UNIT: tl.constexpr = 1.0 / 32.0 if FOUR else (2.0 ** (BITS - 8) if BITS > 0 else 1.0)
+    planes = open_planes(p_page, p_table)
+    words = load_block(planes, 0, J, M, E, FULL, FOUR, $planes)
+    p_r = (p_page + table_offset(p_table, T_ROW)).to(tl.pointer_type(tl.float16))
+    p_c = (p_page + table_offset(p_table, T_COLUMN)).to(tl.pointer_type(tl.float16))
+    c = tl.load(p_c + col, mask=col_in, other=0).to(tl.float32)
+    return multiply_head(planes, words, p_r, c, x_k, x_q, slot, K, J, M, JP, E, G, UNIT, FULL, FOUR, $planes)
 
 '''
 
@@ -78,6 +54,7 @@ $token$window    p_out = out + i_n * stride_out + i_h * V + col
         tl.store(p_out, tl.zeros([VP], out.dtype.element_ty), mask=col_in)
         return
     p_page = pages + i_slot * stride_page
+    prefetch_head(p_page, p_table)
 $buffers$body$read_pivots    h_k, h_q = read_pending(
         h_k, h_q, x_k, x_q, decay, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, i_phase != W - 1,
         o_key, row_in, col, col_in, K, V, SHARED_KEYS, INT8,
@@ -92,17 +69,17 @@ $append
 '''
 
 BODY_GDN = """    h_k, h_q = tl.zeros([VP], tl.float32), tl.zeros([VP], tl.float32)
+    x_q, x_k = raw_q.to(tl.float32), raw_k.to(tl.float32)  # norms and gates are scalars, and come later
 $dispatch    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
     decay, beta = token_gates(raw_a, raw_dt, a_log, raw_b)
     base = gamma * decay
     h_k, h_q = h_k * (norm_k * base), h_q * (norm_q * base)
 """
 
-BODY_KDA = """    z00, z01, z10, z11, rho, c = load_head(p_page, p_table, slot, col, col_in, $kind)
-    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
+BODY_KDA = """    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
     decay, beta = token_gates(raw_a, raw_dt, a_log, raw_b)
     base = gamma * decay
-    h_k, h_q = multiply_head(z00, z01, z10, z11, rho * base, c, x_q, x_k, 1, False)
+    h_k, h_q = read_codes(p_page, p_table, x_k * base, x_q * base, slot, col, col_in, $kind)
 """
 
 APPEND_GDN = """        if i_h % (H // HK) == 0:

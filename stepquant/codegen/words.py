@@ -46,6 +46,19 @@ def merge(z, x, shift: tl.constexpr, mask: tl.constexpr):
 
 
 @triton.jit
+def blend(x, x_shift: tl.constexpr, y, y_shift: tl.constexpr):
+    """Upper nibbles of x and lower nibbles of y, each word shifted left (right where negative) first."""
+    if PLAIN:
+        z = pick(x, x_shift, 0xF0) | pick(y, y_shift, 0x0F)
+    else:
+        move_x: tl.constexpr = f"shl.b32 t, $1, {x_shift};" if x_shift > 0 else f"shr.u32 t, $1, {-x_shift};"
+        move_y: tl.constexpr = f"shl.b32 s, $2, {y_shift};" if y_shift > 0 else f"shr.u32 s, $2, {-y_shift};"
+        asm: tl.constexpr = f"{{ .reg .b32 t, s; {move_x} {move_y} lop3.b32 $0, t, s, 0xF0F0F0F0, 0xE4; }}"
+        z = tl.inline_asm_elementwise(asm, "=r,r,r", [x, y], dtype=tl.int8, is_pure=True, pack=4)
+    return z
+
+
+@triton.jit
 def set_bits(z, bits: tl.constexpr):
     """Set `bits` in every byte."""
     if PLAIN:
