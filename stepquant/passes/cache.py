@@ -73,10 +73,11 @@ class Cache:
         return self.path("partial", key) if self.enabled else None
 
     @contextmanager
-    def locked(self, key: str, say: Callable[[str], None]) -> Iterator[None]:
-        """Let one process at a time trace what `key` names: runs in progress and spilled products are shared files.
+    def locked(self, key: str, what: str, say: Callable[[str], None]) -> Iterator[None]:
+        """Let one process at a time make what `key` names: runs in progress and spilled products are shared files.
 
         Args:
+            what: is made, for the message.
             say: told once when another process has to be waited for.
 
         Raises:
@@ -91,7 +92,7 @@ class Cache:
             try:
                 lock.acquire(timeout=0)
             except Timeout:
-                say(f"waiting for another compile that traces the same model and text into {self.directory}")
+                say(f"waiting for another compile that makes the same {what} in {self.directory}")
                 lock.acquire()
         except OSError as error:
             raise ArtifactError(

@@ -155,9 +155,14 @@ class Pipeline(Mapping[str, Product]):
         for need in step.needs:  # in order, and outside this pass's own time
             if need in self.passes and need not in self.made and not self._available(need):
                 self[need]
-        with self._explained(name), self.context.progress.step(name):
-            product = step.run(self.context, self)
-            if name not in UNCACHED:
+        if name in UNCACHED:
+            with self._explained(name), self.context.progress.step(name):
+                return step.run(self.context, self)
+        with self._alone(self.cache_keys[name], name):
+            if (found := self._waited_for(name)) is not None:
+                return found
+            with self._explained(name), self.context.progress.step(name):
+                product = step.run(self.context, self)
                 self.context.cache.store(name, self.cache_keys[name], product)
         return product
 
@@ -165,9 +170,8 @@ class Pipeline(Mapping[str, Product]):
         """One run of the model makes every observer's missing product."""
         if self.reused is not None:
             raise needs_states(self.context.recipe, self.reused, self._reads_of_missing(self.reused))
-        with self.context.cache.locked(hash_json(self.base_key), self.context.progress.say):
-            if (found := self._find(name)) is not None:  # another compile made it while this one waited
-                self.context.progress.reuse(name)
+        with self._alone(hash_json(self.base_key), "trace"):
+            if (found := self._waited_for(name)) is not None:
                 return found
             missing = [
                 p for p in self.passes.values()
@@ -191,6 +195,16 @@ class Pipeline(Mapping[str, Product]):
         if any(p.name in KEPT_IN_ARTIFACT and p.name not in reused.products for p in missing):
             reads |= {"temporal.weight", "temporal.sensitivity", "spatial.impact", "allocation.unit", "pivots.count"}
         return reads
+
+    def _alone(self, key: str, what: str) -> AbstractContextManager[None]:
+        """While no other process makes the same in this cache."""
+        return self.context.cache.locked(key, what, self.context.progress.say)
+
+    def _waited_for(self, name: str) -> Product | None:
+        """What another compile made while this one waited."""
+        if (found := self._find(name)) is not None:
+            self.context.progress.reuse(name)
+        return found
 
     def _explained(self, name: str) -> AbstractContextManager[None]:
         return explain_memory(self.context.recipe, self.context.geometry, name)

@@ -75,12 +75,13 @@ def adopt(recipe: Recipe, reused: Reused) -> Recipe:
                 f"{key} is {asked!r}, but reuse={reused.place} was made with {found!r}; give {key}={found}, or compile "
                 "without reuse"
             )
-    for key in sorted(recipe.written):
+    # A group's name (data=wikitext2) says which text; the other keys that it sets were not asked for.
+    for key in sorted("data.source" if key == "data" else key for key in recipe.written):
         if key.partition(".")[0] in FIXED and recipe.select(key)[key] != settings.get(key):
-            was = f"was calibrated with {settings[key]!r}" if key in settings else "has its own text"
+            was = f"was calibrated with {settings[key]!r}" if key in settings else "reads no text"
             raise RecipeError(
-                f"{key} is {recipe.select(key)[key]!r}, but reuse={reused.place} {was} and calibrates nothing; leave "
-                f"{key} out, or compile without reuse"
+                f"{key} is {recipe.select(key)[key]!r}, but reuse={reused.place} {was}; leave {key} out, or compile "
+                "without reuse"
             )
     return replace(
         recipe, seed=settings.get("seed", recipe.seed),

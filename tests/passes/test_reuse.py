@@ -49,7 +49,7 @@ def test_invented_statistics_are_not_mixed_with_real_ones(made, tmp_path):
 
 
 def test_the_new_plan_records_the_text_that_was_calibrated_on(made, tmp_path):
-    again(made, tmp_path, "solver=dp", "data.segments=2")
+    again(made, tmp_path, "solver=dp", "data.segments=2", "data=builtin")
     first, second = load_plan(made / "g6"), load_plan(tmp_path / "out")
     assert second.settings["data"] == first.settings["data"]
     assert second.settings["samples"] == first.settings["samples"]
@@ -60,7 +60,8 @@ def test_the_new_plan_records_the_text_that_was_calibrated_on(made, tmp_path):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("data.segments=4", "data.segments is 4, but reuse=.* was calibrated with 2 and .*leave data.segments out"),
+        ("data.segments=4", "data.segments is 4, but reuse=.* was calibrated with 2; leave data.segments out"),
+        ("data=wikitext2", "data.source is 'wikitext2', but reuse=.* was calibrated with 'builtin'"),
         ("samples.per_layer=8", "samples.per_layer is 8, but reuse=.* was calibrated with 4"),
         ("seed=3", "seed is 3, but reuse=.* was calibrated with 0"),
         ("model.weights=random:1", "model.weights is 'random:1', but reuse=.* was made with 'checkpoint'"),

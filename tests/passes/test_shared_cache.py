@@ -47,18 +47,20 @@ def test_two_compiles_at_once_both_succeed(tmp_path, monkeypatch):
     for thread in (first, second):
         thread.join(SECONDS)
     assert set(done) == {"first", "second"}
-    assert any("waiting for another compile" in message and "cache" in message for message in said)
+    assert any(
+        "waiting for another compile that makes the same trace in" in message and "cache" in message for message in said
+    )
     assert not any(name.startswith("trace") and "state_samples" in name for name in done["second"].ran)
     assert torch.equal(done["first"].plan.w, done["second"].plan.w)
 
 
 def test_a_lock_ends_with_its_owner_and_nothing_is_locked_without_a_cache(tmp_path):
     for cache in (Cache(tmp_path), Cache(tmp_path), Cache(tmp_path / "off", enabled=False)):
-        with cache.locked("k" * 64, pytest.fail):
+        with cache.locked("k" * 64, "trace", pytest.fail):
             pass
     assert not (tmp_path / "off").exists()
     (tmp_path / "file").touch()
     with pytest.raises(ArtifactError, match=r"file cannot be locked: .*cache\.dir=DIR"), (
-        Cache(tmp_path / "file").locked("k", pytest.fail)
+        Cache(tmp_path / "file").locked("k", "trace", pytest.fail)
     ):  # fmt: skip
         pass
