@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from stepquant import recipe_rules as rules
+from stepquant.config_overrides import expand, parse, refuse_repeated, written
 from stepquant.errors import RecipeError, closest
 from stepquant.recipe import flatten
 from stepquant.recipe_checks import suggest
@@ -64,11 +64,11 @@ def compose_jobs(root: str, overrides: Sequence[str], sweep: bool) -> list[Job]:
     overrides, files = _serve_paths(overrides)
     try:
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-        parsed = [_parse(parser, text) for text in overrides]
-        _refuse_repeated(parsed)
+        parsed = [parse(parser, text) for text in overrides]
+        refuse_repeated(parsed)
         if not sweep:
             return [_compose(root, parsed, [], files)]
-        jobs = [_compose(root, fixed, swept, files) for fixed, swept in _expand(parser, parsed)]
+        jobs = [_compose(root, fixed, swept, files) for fixed, swept in expand(parser, parsed)]
     except (HydraException, OmegaConfBaseException) as error:
         raise RecipeError(_explain(error, root, overrides)) from None
     outputs = [OmegaConf.select(job.config, "output") for job in jobs]
@@ -152,40 +152,6 @@ def _no_file(given: str, path: Path) -> str:
     return f"recipe {given!r} is no file{closest(path.name, siblings)}; expected a YAML file or a shipped name"
 
 
-def _parse(parser: OverridesParser, text: str) -> Override:
-    try:
-        return parser.parse_overrides([text])[0]
-    except HydraException:
-        raise RecipeError(
-            f"override {text!r} cannot be read; expected KEY=VALUE, with lists as [4,6,8] and quotes around other marks"
-        ) from None
-
-
-def _refuse_repeated(parsed: Sequence[Override]) -> None:
-    """Refuse a key that is given twice: Hydra would take the last one without a word."""
-    seen: dict[str, str] = {}
-    for override in parsed:
-        for key in [override.key_or_group] if override.is_sweep_override() else _written(override):
-            if key in seen:
-                raise RecipeError(f"{key} is given twice: {seen[key]} and {override.input_line}; leave one out")
-            seen[key] = str(override.input_line)
-
-
-def _expand(parser: OverridesParser, parsed: Sequence[Override]) -> list[tuple[list[Override], list[Override]]]:
-    """Split overrides into fixed and swept ones, one pair for every combination."""
-    fixed = [override for override in parsed if not override.is_sweep_override()]
-    axes = []
-    for override in parsed:
-        if override.is_sweep_override():
-            if not override.is_discrete_sweep():
-                raise RecipeError(f"{override.input_line} cannot be enumerated; give values as a,b,c or range(a,b)")
-            key = override.get_key_element()
-            axes.append([_parse(parser, f"{key}={value}") for value in override.sweep_string_iterator()])
-            if not axes[-1]:
-                raise RecipeError(f"{override.input_line} matches nothing")
-    return [(fixed, list(combination)) for combination in itertools.product(*axes)]
-
-
 def _compose(root: str, fixed: Sequence[Override], swept: Sequence[Override], files: Mapping[str, Any]) -> Job:
     given = [*fixed, *swept]
     lines = [str(override.input_line) for override in given]
@@ -197,7 +163,7 @@ def _compose(root: str, fixed: Sequence[Override], swept: Sequence[Override], fi
     hydra = config.hydra
     with open_dict(config):
         del config["hydra"]
-    explicit = [key for override in given for key in _written(override)]
+    explicit = [key for override in given for key in written(override)]
     labels = [_label(override, files) for override in swept]
     config = _sweep_paths(config, explicit, labels)
     choice = hydra.runtime.choices.get(GROUP)
@@ -234,14 +200,6 @@ def _finish(config: DictConfig, stem: str, explicit: Collection[str]) -> DictCon
 
 def _container(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in OmegaConf.to_container(config).items()}  # type: ignore[union-attr]
-
-
-def _written(override: Override) -> list[str]:
-    """Dotted keys that an override sets."""
-    key, value = override.key_or_group, override.value()
-    if isinstance(value, Mapping) and value and key not in rules.FREE_FORM:
-        return [name for name, _ in flatten({str(k): v for k, v in value.items()}, f"{key}.")]
-    return [key]
 
 
 def _label(override: Override, files: Mapping[str, Any]) -> str:
@@ -284,7 +242,7 @@ def _explain(error: Exception, root: str, overrides: Sequence[str]) -> str:
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     groups, keys = _groups(root), _known_keys(root)
     for text in overrides:
-        override = _parse(parser, text)
+        override = parse(parser, text)
         key = override.key_or_group
         if override.is_sweep_override() and "multirun" in message:
             return f"{text} gives several values; add -m to sweep over them, or write a list as {key}=[...]"

@@ -177,9 +177,7 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
 
 def serving_table(summary: dict[str, Any], weights: int, slots: int, batches: list[int], context: int) -> Table:
     """Equation 24 for several batch sizes, FP32 beside the plan."""
-    table = Table(
-        title=f"serving memory, GiB: {slots} slots a request, {context} tokens, weights {weights / GIB:.2f}"
-    )
+    table = Table(title=f"serving memory, GiB: {slots} slots a request, {context} tokens, weights {weights / GIB:.2f}")
     for name in ("batch", "state FP32", "state plan", "total FP32", "total plan", "saved"):
         table.add_column(name, justify="right")
     for row in serving_rows(summary, weights, slots, batches, context):
