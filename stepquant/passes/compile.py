@@ -58,7 +58,7 @@ def compile_recipe(recipe: Recipe, quiet: bool = False) -> Compiled:
     """
     progress = Progress(quiet)
     directory = Path(str(recipe.output)).expanduser()
-    check_output(directory)
+    check_output(directory, Path(recipe.reuse) if recipe.reuse else None)
     if recipe.json:
         check_json(Path(recipe.json).expanduser(), directory)
     reused = open_reused(recipe)

@@ -11,13 +11,19 @@ from stepquant.files import read_json
 from stepquant.swap import is_working_name
 
 
-def check_output(directory: Path) -> None:
-    """Refuse an ``output`` that cannot become an artifact, or holds something else than earlier ones.
+def check_output(directory: Path, reuse: Path | None = None) -> None:
+    """Refuse an ``output`` that cannot become an artifact, holds something else than earlier ones, or is the artifact
+    that ``reuse`` reads.
 
     Raises:
         RecipeError: naming what is in the way.
     """
     real = Path(os.path.realpath(directory))
+    if reuse is not None and real == Path(os.path.realpath(reuse)):
+        raise RecipeError(
+            f"output={directory} is the artifact that reuse={reuse} reads, whose plan would be lost; give another "
+            f"directory, such as output={directory}_new"
+        )
     place = _existing(real)
     if not place.is_dir():
         raise RecipeError(f"output={directory}: {place} is a file; expected a directory or a path for one")

@@ -50,6 +50,14 @@ def test_outputs_that_hold_something_else_are_refused(tmp_path):
     assert "holds 'plan.json'" in refused(check_output, tmp_path / "terraform")
 
 
+def test_the_artifact_that_is_reused_is_not_replaced(tmp_path, artifact):
+    (tmp_path / "link").symlink_to(artifact)
+    for place in (artifact, tmp_path / "link"):
+        message = refused(check_output, place, artifact)
+        assert f"output={place} is the artifact that reuse={artifact} reads" in message
+    check_output(tmp_path / "other", artifact)
+
+
 def test_a_mount_point_is_refused(artifact, monkeypatch):
     monkeypatch.setattr(destinations.os.path, "ismount", lambda path: True)
     message = refused(check_output, artifact)
