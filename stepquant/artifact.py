@@ -20,9 +20,10 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from stepquant.errors import ArtifactError
-from stepquant.files import MAX_JSON_BYTES, dump_tensors, hash_tensors, read_json, read_tensors, write_together
+from stepquant.files import dump_tensors, hash_tensors, read_json, read_tensors, write_together
 from stepquant.passes.protocol import Product
 from stepquant.plan import PLAN_JSON, PLAN_TENSORS, LayoutPlan
+from stepquant.reading import MAX_TABLE_BYTES, parse_json, read_value
 from stepquant.recipe import Recipe
 from stepquant.run_record import RUN_JSON
 from stepquant.swap import read_whole, replacing_directory
@@ -60,10 +61,8 @@ def new_artifact(directory: Path, plan_hash: str) -> Iterator[Path]:
 def _evaluates(path: Path, plan_hash: str) -> bool:
     """Whether evaluation.json holds rows of this plan and no other."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            return False
-        rows = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        rows = read_value(path, "the evaluation")
+    except ArtifactError:
         return False
     return bool(rows) and isinstance(rows, list) and all(
         isinstance(row, dict) and row.get("plan_sha256") == plan_hash for row in rows
@@ -102,10 +101,10 @@ def read_tables(directory: Path) -> tuple[dict[str, tuple[str, Product]], dict[s
 
 def _read_tables(directory: Path) -> tuple[dict[str, tuple[str, Product]], dict[str, object]]:
     path = directory / TABLES
-    tensors = read_tensors(path, "the file of calibration tables")
+    tensors = read_tensors(path, "the file of calibration tables", MAX_TABLE_BYTES)
     try:
         with safe_open(str(path), framework="pt") as file:
-            head = json.loads((file.metadata() or {})["stepquant"])
+            head = parse_json((file.metadata() or {})["stepquant"])
         products = {n: (str(e["key"]), Product({}, dict(e["facts"]))) for n, e in head["products"].items()}
         base, owner, digest = dict(head["base"]), str(head["plan_sha256"]), str(head["tensors_sha256"])
     except (KeyError, TypeError, ValueError, AttributeError, SafetensorError, RecursionError) as error:

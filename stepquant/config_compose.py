@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from stepquant.config_overrides import expand, parse, refuse_repeated, written
 from stepquant.errors import RecipeError, closest
 from stepquant.recipe import flatten
 from stepquant.recipe_checks import suggest
+from stepquant.yaml_checks import MAX_RECIPE_BYTES, check_yaml
 
 GROUP = "recipe"
 _registered: dict[Path, tuple[int, int]] = {}
@@ -113,11 +115,20 @@ def describe_groups(root: str) -> str:
 
 def _store(name: str, path: Path) -> DictConfig:
     try:
-        node = OmegaConf.load(path)
+        with path.open("rb") as file:
+            text = file.read(MAX_RECIPE_BYTES + 1)
+        if len(text) > MAX_RECIPE_BYTES:
+            raise RecipeError(
+                f"recipe {str(path)!r} has more than {MAX_RECIPE_BYTES} bytes; expected a short YAML file"
+            )
+        check_yaml(text.decode())
+        node = OmegaConf.load(io.StringIO(text.decode()))
+    except RecipeError:
+        raise
     except OSError as error:
         raise RecipeError(f"recipe {str(path)!r} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # PyYAML's and OmegaConf's many kinds
-        raise RecipeError(f"recipe {str(path)!r} is no YAML that can be read: {_one_line(str(error))}") from None
+        raise RecipeError(f"recipe {str(path)!r} is no YAML that can be read: {_one_line(str(error))[:300]}") from None
     if not isinstance(node, DictConfig):
         raise RecipeError(f"recipe {str(path)!r} is not a mapping; expected keys such as budget: {{bits: 6}}")
     ConfigStore.instance().store(group=GROUP, name=name, node=node, package="_global_", provider="stepquant")

@@ -34,6 +34,12 @@ class BackendError(StepQuantError):
     """The environment (GPU, Triton, SGLang, transformers) cannot do what was asked."""
 
 
+def shown(value: object) -> str:
+    """A value found, cut to what a message can hold."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def closest(name: str, known: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the nearest known name, or an empty string.
 

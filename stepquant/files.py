@@ -16,8 +16,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from stepquant.errors import ArtifactError
+from stepquant.reading import MAX_JSON_BYTES, check_file, parse_json, read_value
 
-MAX_JSON_BYTES = 64 * 2**20  # far above any plan; a larger file is not one of ours
+UNSOUND = (SafetensorError, OSError, ValueError, RuntimeError, OverflowError, MemoryError, TypeError, AttributeError)
+"""What reading a safetensors file that is none, or whose header lies, raises."""
 
 
 @contextmanager
@@ -80,20 +82,9 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        ArtifactError: if the file is missing, too large, not UTF-8 JSON (NaN, infinities and keys that appear twice are
-            none), or not an object.
+        ArtifactError: if the file is missing, too large, not strict JSON (`stepquant.reading`), or not an object.
     """
-    try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise ArtifactError(f"{path}: {what} has {size} bytes; expected at most {MAX_JSON_BYTES}")
-        value = json.loads(path.read_bytes().decode(), parse_constant=_no_constant, object_pairs_hook=_no_duplicates)
-    except FileNotFoundError:
-        raise ArtifactError(f"{path}: {what} is missing; compile the plan again or check the directory") from None
-    except OSError as error:
-        raise ArtifactError(f"{path}: {what} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path}: {what} is not valid JSON ({error}); compile the plan again") from None
+    value = read_value(path, what, MAX_JSON_BYTES)
     if not isinstance(value, dict):
         raise ArtifactError(f"{path}: {what} holds {kind_name(type(value))}; expected a JSON object")
     return value
@@ -104,18 +95,6 @@ def kind_name(kind: type) -> str:
     names: dict[type, str] = {int: "a whole number", float: "a number", str: "a string", bool: "true or false",
                               dict: "an object", list: "a list", type(None): "null"}  # fmt: skip
     return names.get(kind, kind.__name__)
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"it holds {name}, expected finite numbers")
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} appears twice")
-    return found
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -134,19 +113,48 @@ def dump_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | No
     return save(plain, metadata=dict(metadata) if metadata else None)
 
 
-def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
+def read_tensors(path: Path, what: str, most: int | None = None) -> dict[str, Tensor]:
     """Read every tensor of a safetensors file.
 
+    Args:
+        most: bytes that the file may have.
+
     Raises:
-        ArtifactError: if the file is missing or is not a sound safetensors file.
+        ArtifactError: if the file is missing, too large, or not a sound safetensors file.
     """
+    check_file(path, what, most)
     try:
         with safe_open(str(path), framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-    except FileNotFoundError:
-        raise ArtifactError(f"{path}: {what} is missing; compile the plan again or check the directory") from None
-    except (SafetensorError, OSError, ValueError, RuntimeError, OverflowError) as error:
-        raise ArtifactError(f"{path}: {what} is not a sound safetensors file ({error}); compile again") from None
+    except UNSOUND as error:
+        found = str(error)[:200]
+        raise ArtifactError(f"{path}: {what} is not a sound safetensors file ({found}); compile again") from None
+
+
+def write_hashed_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Any = None) -> None:
+    """Write a safetensors file that carries the hash of its tensors and `facts` (JSON), atomically."""
+    text = json.dumps(facts, sort_keys=True)
+    write_tensors(path, tensors, {"facts": text, "sha256": hash_json([text, hash_tensors(tensors)])})
+
+
+def read_hashed(path: Path, what: str, most: int | None = None) -> tuple[dict[str, Tensor], Any]:
+    """What `write_hashed_tensors` wrote: tensors and facts.
+
+    Raises:
+        ArtifactError: if the file is missing, unsound, or not what its hash says.
+    """
+    check_file(path, what, most)
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            head = file.metadata() or {}
+        if not {"facts", "sha256"} <= set(head):
+            raise ArtifactError(f"{path}: {what} carries no hash")
+        tensors = read_tensors(path, what)
+        if head["sha256"] != hash_json([head["facts"], hash_tensors(tensors)]):
+            raise ArtifactError(f"{path}: {what} does not match its hash")
+        return tensors, parse_json(head["facts"])
+    except (KeyError, RecursionError, *UNSOUND) as error:
+        raise ArtifactError(f"{path}: {what} has no sound header ({str(error)[:200]})") from None
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
@@ -155,7 +163,7 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     for name, tensor in sorted(tensors.items()):
         plain = tensor.detach().cpu().contiguous()
         digest.update(f"{name}|{plain.dtype}|{tuple(plain.shape)}|".encode())
-        digest.update(plain.flatten().view(dtype=_byte_type()).numpy().tobytes() if plain.numel() else b"")
+        digest.update(plain.flatten().view(dtype=_byte_type()).numpy().data if plain.numel() else b"")
     return digest.hexdigest()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal
 
-from stepquant.errors import RecipeError
+from stepquant.errors import RecipeError, shown
 
 Family = Literal["gdn", "kda"]
 FAMILIES: tuple[Family, ...] = ("gdn", "kda")
@@ -52,7 +52,11 @@ class Geometry:
         if not self.layers:
             raise RecipeError("geometry.layers is empty; expected the indices of the delta-rule layers")
         if len(set(self.layers)) != len(self.layers) or list(self.layers) != sorted(self.layers) or self.layers[0] < 0:
-            raise RecipeError(f"geometry.layers is {list(self.layers)}; expected ascending distinct 0-based indices")
+            raise RecipeError(
+                f"geometry.layers is {shown(list(self.layers))}; expected ascending distinct 0-based indices"
+            )
+        if self.num_layers and self.layers[-1] >= self.num_layers:
+            raise RecipeError(f"geometry.layers ends with {self.layers[-1]}; num_layers is {self.num_layers}")
         if self.num_heads % self.num_key_heads:
             raise RecipeError(
                 f"geometry.num_heads is {self.num_heads}, not a multiple of num_key_heads {self.num_key_heads}; "
@@ -95,11 +99,11 @@ class Geometry:
         known = set(cls.__dataclass_fields__)
         unknown = sorted(set(data) - known)
         if unknown:
-            raise RecipeError(f"geometry has unknown keys {unknown}; expected {sorted(known)}")
+            raise RecipeError(f"geometry has unknown keys {shown(unknown)}; expected {sorted(known)}")
         missing = [item.name for item in fields(cls) if item.default is MISSING and item.name not in data]
         if missing:
             raise RecipeError(f"geometry lacks {', '.join(missing)}; expected a value for each of them")
         layers = data["layers"]
         if not isinstance(layers, list | tuple) or not all(type(index) is int for index in layers):
-            raise RecipeError(f"geometry.layers is {layers!r}; expected a list of whole numbers")
+            raise RecipeError(f"geometry.layers is {shown(layers)}; expected a list of whole numbers")
         return cls(**{**data, "layers": tuple(layers)})

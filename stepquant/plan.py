@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stepquant.codec.spec import MENU, PIVOT, CodecSpec
-from stepquant.errors import ArtifactError, StepQuantError
+from stepquant.errors import ArtifactError, StepQuantError, shown
 from stepquant.files import (
     dump_json,
     dump_tensors,
@@ -29,7 +29,8 @@ from stepquant.files import (
     write_together,
 )
 from stepquant.geometry import Geometry
-from stepquant.plan_checks import check_codec, check_facts, geometry_from_json, shown
+from stepquant.plan_checks import check_codec, check_facts, check_storage, check_weights, geometry_from_json
+from stepquant.reading import MAX_PLAN_BYTES
 from stepquant.swap import read_whole
 
 SCHEMA_VERSION = 1
@@ -123,6 +124,12 @@ class LayoutPlan:
             raise ArtifactError(f"{where}: permutation of some head is not a permutation of 0..{shape[-1] - 1}")
         if self.codec.codebook == "head" and not bool((self.bits == self.bits[..., :1]).all()):
             raise ArtifactError(f"{where}: codec.codebook is 'head' but a head mixes precisions; expected one a head")
+        if self.codec.codebook == "head" and 2 in found and self.geometry.value_dim % self.codec.group:
+            raise ArtifactError(
+                f"{where}: codec.group is {self.codec.group}; expected a divisor of value_dim {self.geometry.value_dim}"
+            )
+        check_storage(where, self.bits, self.permutation)
+        check_weights(where, self.w)
         if self.window.length not in WINDOW_LENGTHS:
             raise ArtifactError(f"{where}: window.length is {self.window.length}; expected one of {WINDOW_LENGTHS}")
         if self.window.dtype not in get_args(WindowDtype):
@@ -190,7 +197,7 @@ def _load_plan(directory: Path) -> LayoutPlan:
     version = data.get("schema_version")
     if version != SCHEMA_VERSION:
         raise ArtifactError(
-            f"{path}: schema_version is {version!r}; this stepquant reads {SCHEMA_VERSION}; compile the plan again"
+            f"{path}: schema_version is {shown(version)}; this stepquant reads {SCHEMA_VERSION}; compile the plan again"
         )
     for key, kind in _KEYS.items():
         if key not in data:
@@ -199,11 +206,13 @@ def _load_plan(directory: Path) -> LayoutPlan:
             raise ArtifactError(f"{path}: {key} is {shown(data[key])}; expected {kind_name(kind)}")
     unknown = sorted(set(data) - set(_KEYS))
     if unknown:
-        raise ArtifactError(f"{path}: unknown keys {unknown}; expected {sorted(_KEYS)}")
-    tensors = read_tensors(directory / PLAN_TENSORS, "the file of the plan's tensors")
+        raise ArtifactError(f"{path}: unknown keys {shown(unknown)}; expected {sorted(_KEYS)}")
+    tensors = read_tensors(directory / PLAN_TENSORS, "the file of the plan's tensors", MAX_PLAN_BYTES)
     expected = {"bits", "w", "permutation"}
     if set(tensors) != expected:
-        raise ArtifactError(f"{directory / PLAN_TENSORS}: tensors {sorted(tensors)}; expected {sorted(expected)}")
+        raise ArtifactError(
+            f"{directory / PLAN_TENSORS}: tensors {shown(sorted(tensors))}; expected {sorted(expected)}"
+        )
     if hash_tensors(tensors) != data["tensors_sha256"]:
         raise ArtifactError(f"{directory / PLAN_TENSORS}: tensors do not match tensors_sha256 of {PLAN_JSON}")
     try:
@@ -242,11 +251,11 @@ def _json_hash(data: dict[str, Any]) -> str:
 def _dataclass(kind: Any, data: dict[str, Any], where: str) -> Any:
     fields = kind.__dataclass_fields__
     if set(data) != set(fields):
-        raise ArtifactError(f"{where} has keys {sorted(data)}; expected {sorted(fields)}")
+        raise ArtifactError(f"{where} has keys {shown(sorted(data))}; expected {sorted(fields)}")
     for name, value in data.items():
         default = fields[name].default
         if type(value) is not type(default) or (isinstance(value, int) and not 0 <= value < 1024):
-            raise ArtifactError(f"{where}.{name} is {value!r}; expected something like {default!r}")
+            raise ArtifactError(f"{where}.{name} is {shown(value)}; expected something like {default!r}")
         if isinstance(value, float) and not math.isfinite(value):
             raise ArtifactError(f"{where}.{name} is {value!r}; expected a finite number")
     return kind(**data)

@@ -6,12 +6,15 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from torch import Tensor
+
 from stepquant.codec.spec import CodecKind, CodecSpec
-from stepquant.errors import ArtifactError
+from stepquant.errors import ArtifactError, shown
 from stepquant.geometry import Geometry
 
 CODEBOOKS = ("head", "shared")
 MOST_LAYERS = 4096
+WEIGHT_TOLERANCE = 1e-3
 _FIGURES = ("cost", "bound", "gap", "predicted_cost_per_token", "seconds")
 
 
@@ -22,6 +25,10 @@ def geometry_from_json(data: Mapping[str, Any]) -> Geometry:
         ArtifactError, RecipeError: naming the key, the value found and what was expected.
     """
     for name, value in data.items():
+        if name not in Geometry.__dataclass_fields__:
+            raise ArtifactError(
+                f"geometry has the unknown key {shown(name)}; expected {', '.join(Geometry.__dataclass_fields__)}"
+            )
         if name == "layers":
             whole = isinstance(value, list) and all(type(i) is int for i in value)
             if not whole or not len(value) <= MOST_LAYERS:
@@ -49,6 +56,35 @@ def check_codec(where: str, codec: CodecSpec, value_dim: int) -> None:
         raise ArtifactError(f"{where}: codec.codebook is {codec.codebook!r}; expected one of {CODEBOOKS}")
     if codec.group < 1:
         raise ArtifactError(f"{where}: codec.group is {codec.group}; expected at least one of {value_dim} columns")
+
+
+def check_storage(where: str, bits: Tensor, permutation: Tensor) -> None:
+    """Refuse a permutation that does not put equal precisions of a head together.
+
+    Raises:
+        ArtifactError: naming a head.
+    """
+    stored = bits.gather(-1, permutation.long())
+    runs = 1 + (stored[..., 1:] != stored[..., :-1]).sum(-1)
+    order = bits.sort(-1).values
+    kinds = 1 + (order[..., 1:] != order[..., :-1]).sum(-1)
+    if bool((runs != kinds).any()):
+        layer, head = (runs != kinds).nonzero()[0].tolist()
+        raise ArtifactError(f"{where}: permutation of layer {layer}, head {head} scatters equal precisions of bits")
+
+
+def check_weights(where: str, w: Tensor) -> None:
+    """Refuse row weights whose geometric mean is not 1 in every head.
+
+    Raises:
+        ArtifactError: naming a head.
+    """
+    mean = w.double().log().mean(-1).exp()
+    if bool(((mean - 1).abs() > WEIGHT_TOLERANCE).any()):
+        layer, head = ((mean - 1).abs() > WEIGHT_TOLERANCE).nonzero()[0].tolist()
+        raise ArtifactError(
+            f"{where}: w of layer {layer}, head {head} has geometric mean {float(mean[layer, head]):.4g}; expected 1"
+        )
 
 
 def check_facts(where: str, plan: Any) -> None:
@@ -88,9 +124,3 @@ def _check_finite(where: str, value: Any) -> None:
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             _check_finite(f"{where}[{index}]", item)
-
-
-def shown(value: Any) -> str:
-    """A value found, cut to what a message can hold."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

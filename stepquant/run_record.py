@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from stepquant.errors import ArtifactError
@@ -35,15 +36,28 @@ def read_run(directory: Path, plan_hash: str) -> dict[str, Any] | None:
     """What run.json says, None where there is none, or it is damaged or another plan's: it is only information."""
     try:
         found = read_json(directory / RUN_JSON, "the run's record")
-        passes = found["passes"]
-        sound = found["plan_sha256"] == plan_hash and all(
-            isinstance(p["name"], str) and isinstance(p["seconds"], int | float)
-            and isinstance(p["host_peak_bytes"], int) and all(isinstance(b, int) for b in p["gpu_peak_bytes"])
-            for p in passes
-        )  # fmt: skip
-    except (ArtifactError, KeyError, TypeError):
+    except ArtifactError:
         return None
+    passes, reused = found.get("passes"), found.get("reused")
+    sound = (
+        found.get("plan_sha256") == plan_hash and _is_number(found.get("seconds"))
+        and isinstance(passes, list) and all(map(_is_pass, passes))
+        and isinstance(reused, list) and all(isinstance(name, str) for name in reused)
+    )  # fmt: skip
     return found if sound else None
+
+
+def _is_pass(found: Any) -> bool:
+    """Whether a value is `PassCost.to_json`'s."""
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str) or not _is_number(found.get("seconds")):
+        return False
+    peaks = found.get("gpu_peak_bytes")
+    sizes = [found.get("host_peak_bytes"), *peaks] if isinstance(peaks, list) else [None]
+    return all(type(size) is int for size in sizes) and _is_number(found.get("tokens_per_second", 0))
+
+
+def _is_number(found: Any) -> bool:
+    return isinstance(found, int | float) and not isinstance(found, bool)
 
 
 def machine() -> dict[str, Any]:
@@ -64,7 +78,7 @@ def run_table(run: dict[str, Any]) -> Table:
     for one in run["passes"]:
         gpus = " + ".join(f"{size / _GIB:.2f}" for size in one["gpu_peak_bytes"]) or "-"
         pace = f"{one['tokens_per_second']:,.0f}" if "tokens_per_second" in one else "-"
-        table.add_row(one["name"], f"{one['seconds']:.1f}", pace, f"{one['host_peak_bytes'] / _GIB:.2f}", gpus)
+        table.add_row(escape(one["name"]), f"{one['seconds']:.1f}", pace, f"{one['host_peak_bytes'] / _GIB:.2f}", gpus)
     for name in run.get("reused", []):
-        table.add_row(str(name), "reused", "-", "-", "-")
+        table.add_row(escape(name), "reused", "-", "-", "-")
     return table

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from stepquant.errors import ArtifactError, ModelError
-from stepquant.files import replacing
+from stepquant.files import hash_json, hash_tensors, read_hashed, replacing
 from stepquant.models.adapter import (
     LoadedModel,
     check_layers,
@@ -247,9 +247,10 @@ def save_progress(directory: Path, key: str, reached: Reached) -> None:
     tensors = {str(i): item.contiguous().cpu() for i, item in enumerate(items) if isinstance(item, Tensor)}
     tensors.update({f"state/{name}": tensor.contiguous().cpu() for name, tensor in reached.state.items()})
     facts = {"key": key, "next_layer": reached.next_layer, "items": len(items), "tuple": isinstance(output, tuple)}
+    text = json.dumps(facts)
     try:
         with replacing(directory / PROGRESS_FILE) as temporary:
-            save_file(tensors, temporary, metadata={"facts": json.dumps(facts)})
+            save_file(tensors, temporary, metadata={"facts": text, "sha256": hash_json([text, hash_tensors(tensors)])})
     except (OSError, SafetensorError) as error:
         raise ArtifactError(
             f"{directory / PROGRESS_FILE} could not be written ({error}); free the disk or choose another with "
@@ -258,15 +259,13 @@ def save_progress(directory: Path, key: str, reached: Reached) -> None:
 
 
 def load_progress(directory: Path, key: str) -> Reached | None:
-    """Where an interrupted run under `key` had got to; None where there is nothing to resume."""
+    """Where an interrupted run under `key` had got to; None where there is nothing to resume, or it is damaged."""
     try:
-        with safe_open(directory / PROGRESS_FILE, framework="pt") as file:
-            facts = json.loads((file.metadata() or {})["facts"])
-            if facts["key"] != key:
-                return None
-            names = set(file.keys())
-            items = tuple(file.get_tensor(str(i)) if str(i) in names else None for i in range(facts["items"]))
-            state = {name[6:]: file.get_tensor(name) for name in names if name.startswith("state/")}
-            return Reached(int(facts["next_layer"]), items if facts["tuple"] else items[0], state)
-    except (OSError, SafetensorError, KeyError, ValueError):
+        tensors, facts = read_hashed(directory / PROGRESS_FILE, "the progress of a run")
+    except ArtifactError:
         return None
+    if facts["key"] != key:
+        return None
+    items = tuple(tensors.get(str(i)) for i in range(facts["items"]))
+    state = {name[6:]: tensor for name, tensor in tensors.items() if name.startswith("state/")}
+    return Reached(facts["next_layer"], items if facts["tuple"] else items[0], state)

@@ -7,6 +7,7 @@ facts.json is written last, so that its presence marks a whole entry; a damaged 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -19,9 +20,19 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from stepquant.errors import ArtifactError
-from stepquant.files import hash_tensors, read_json, read_tensors, write_json, write_tensors
+from stepquant.files import (
+    hash_json,
+    hash_tensors,
+    read_hashed,
+    read_json,
+    read_tensors,
+    write_hashed_tensors,
+    write_json,
+    write_tensors,
+)
 from stepquant.passes.protocol import Product
 from stepquant.passes.spill import SpilledProduct, hash_files
+from stepquant.reading import MAX_TABLE_BYTES, check_file
 
 FACTS, TENSORS = "facts.json", "tensors.safetensors"
 
@@ -47,11 +58,13 @@ class Cache:
         path = self.path(name, key)
         try:
             facts = read_json(path / FACTS, f"cache entry {name}")
+            if _identity(facts) != facts.get("identity") or facts["key"] != key:
+                raise ArtifactError(f"{path / FACTS}: it does not match its key or hash")
             if "files" in facts:
-                return _load_spilled(path, key, facts)
-            tensors = read_tensors(path / TENSORS, f"cache entry {name}")
-            if facts.get("key") != key or facts.get("sha256") != hash_tensors(tensors):
-                raise ArtifactError(f"{path}: cache entry {name} does not match its key or hash")
+                return _load_spilled(path, facts)
+            tensors = read_tensors(path / TENSORS, f"cache entry {name}", facts["bytes"])
+            if facts["sha256"] != hash_tensors(tensors):
+                raise ArtifactError(f"{path}: cache entry {name} does not match its hash")
             return Product(tensors, facts["facts"])
         except (ArtifactError, KeyError):
             shutil.rmtree(path, ignore_errors=True)
@@ -66,7 +79,8 @@ class Cache:
             _adopt(path, key, product)
             return
         write_tensors(path / TENSORS, product.tensors)
-        write_json(path / FACTS, {"key": key, "sha256": hash_tensors(product.tensors), "facts": product.facts})
+        size = (path / TENSORS).stat().st_size
+        _write_facts(path, {"key": key, "sha256": hash_tensors(product.tensors), "bytes": size, "facts": product.facts})
 
     def working(self, key: str) -> Path | None:
         """Directory of a run in progress, for what is too large to be kept in memory; None where nothing is written."""
@@ -110,7 +124,7 @@ class Cache:
         if not self.enabled or not path.is_file():
             return None
         try:
-            return read_tensors(path, "partial calibration")
+            return read_hashed(path, "partial calibration", MAX_TABLE_BYTES)[0]
         except ArtifactError:
             path.unlink(missing_ok=True)
             return None
@@ -118,7 +132,7 @@ class Cache:
     def store_partial(self, key: str, state: dict[str, Tensor]) -> None:
         """Keep accumulators of a run in progress."""
         if self.enabled:
-            write_tensors(self.path("partial", key) / TENSORS, state)
+            write_hashed_tensors(self.path("partial", key) / TENSORS, state)
 
     def drop_stale(self, days: float = 7.0) -> list[str]:
         """Delete what interrupted runs left that nobody has taken up for `days`: state samples of a large model are
@@ -153,16 +167,28 @@ def _adopt(path: Path, key: str, product: SpilledProduct) -> None:
             f"{path} cannot be written to: {error.strerror}; check cache.dir, or free the disk"
         ) from None
     product.directory = path
-    write_json(path / FACTS, {"key": key, "files": hashes, "facts": product.facts})
+    size = max(file.stat().st_size for file in product.files)
+    _write_facts(path, {"key": key, "files": hashes, "bytes": size, "facts": product.facts})
 
 
-def _load_spilled(path: Path, key: str, facts: dict[str, Any]) -> SpilledProduct:
+def _write_facts(path: Path, facts: dict[str, Any]) -> None:
+    write_json(path / FACTS, {**facts, "identity": _identity(facts)})
+
+
+def _identity(facts: dict[str, Any]) -> str:
+    """Hash of everything else in facts.json, as it is read back (keys are strings, tuples lists)."""
+    return hash_json(json.loads(json.dumps({k: v for k, v in facts.items() if k != "identity"})))
+
+
+def _load_spilled(path: Path, facts: dict[str, Any]) -> SpilledProduct:
     """A spilled product whose files are what they were.
 
     Raises:
         ArtifactError: a file is missing or damaged.
     """
     found = SpilledProduct({}, facts["facts"], path, len(facts["files"]))
-    if facts.get("key") != key or hash_files(found.files) != facts["files"]:
-        raise ArtifactError(f"{path}: the cache entry does not match its key or hashes")
+    for file in found.files:  # sizes first: a file that was swapped may take hours to hash
+        check_file(file, "a layer's file", facts["bytes"])
+    if hash_files(found.files) != facts["files"]:
+        raise ArtifactError(f"{path}: the cache entry does not match its hashes")
     return found

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from stepquant.errors import ArtifactError
 from stepquant.passes.protocol import Product
+from stepquant.reading import check_file
 
 GIB = 1 << 30
 SPARE = 256 << 20  # bytes left free on the disk for the small files of a compile
@@ -203,6 +204,7 @@ def hash_files(files: list[Path]) -> dict[str, str]:
     """
 
     def one(path: Path) -> str:
+        check_file(path, "a layer's file")
         try:
             with path.open("rb") as file:
                 return file_digest(file, "sha256").hexdigest()

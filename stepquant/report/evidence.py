@@ -6,17 +6,17 @@ come later; what is missing or does not belong to this plan is said in the repor
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from stepquant.artifact import EVALUATION, KERNELS, TABLES, read_tables
 from stepquant.errors import ArtifactError
-from stepquant.files import MAX_JSON_BYTES
 from stepquant.passes.protocol import Product
 from stepquant.plan import LayoutPlan, load_plan
+from stepquant.reading import read_value
 from stepquant.summary import plan_summary
 
 KERNEL_PLAN = f"{KERNELS}/kernel_plan.json"
@@ -73,14 +73,13 @@ def read_evidence(directory: Path) -> Evidence:
 
 def _read(found: Evidence, directory: Path, name: str, section: str) -> Any:
     path = directory / name
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError("too large")
-        return json.loads(path.read_bytes().decode())
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return None
-    except (OSError, ValueError, RecursionError) as error:
-        found.notes[section] = f"{name} cannot be read: {_local(error, directory)}"
+    try:
+        return read_value(path, "the file")
+    except ArtifactError as error:
+        reason = _local(error, directory).removeprefix(f"{name}: ")
+        found.notes[section] = f"{name} cannot be read: {reason}"
         return None
 
 

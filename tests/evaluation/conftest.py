@@ -51,7 +51,8 @@ def make_plan(loaded: LoadedModel, bits: int = 6, seed: int = 0) -> LayoutPlan:
         table = choice[torch.randint(0, 4, shape[:2], generator=generator)].unsqueeze(-1).expand(shape).contiguous()
     else:
         table = choice[torch.randint(0, 4, shape, generator=generator)]
-    w = torch.exp(0.2 * torch.randn(shape, generator=generator))
+    w = 0.2 * torch.randn(shape, generator=generator)
+    w = torch.exp(w - w.mean(-1, keepdim=True))
     spec = CodecSpec(codebook="head" if g.family == "gdn" else "shared", group=16)
     order = torch.argsort(-table.masked_fill(table == PIVOT, 0).short(), dim=-1, stable=True).short()
     return LayoutPlan("plan", g, spec, table, w, order, fingerprint=loaded.fingerprint)
