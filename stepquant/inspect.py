@@ -15,11 +15,15 @@ from rich.table import Table
 from stepquant.commands import Parser, exit_code
 from stepquant.compare import compare_plans, comparison_tables
 from stepquant.errors import RecipeError, StepQuantError
+from stepquant.kernel_tables import kernel_summary, print_kernels, print_source
 from stepquant.memory import SLOTS_PER_REQUEST
 from stepquant.plan import load_plan
 from stepquant.run_record import RUN_JSON, read_run, run_table
 from stepquant.summary import plain_console, plan_summary, print_summary, serving_memory, serving_rows, serving_table
 from stepquant.units import parse_bytes
+
+OF_STATES = ("passes", "layers", "weights", "batch", "context", "slots", "memory")
+OF_KERNELS = ("kernels", "layer", "source")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,6 +47,11 @@ def _parser() -> argparse.ArgumentParser:
                         help="slots a request: a number, or off | no_buffer | extra_buffer | extra_buffer_no_overlap "
                         "(1, 3, 5, 4; default extra_buffer)")  # fmt: skip
     parser.add_argument("--memory", type=_size, metavar="BYTES", help="also print how many requests fit, e.g. 320GiB")
+    parser.add_argument("--kernels", action="store_true",
+                        help="instead: the generated kernels, their figures, and the bytes of a page")  # fmt: skip
+    parser.add_argument("--layer", type=_layer, metavar="N",
+                        help="layer whose page --kernels shows (default: the first delta-rule layer)")  # fmt: skip
+    parser.add_argument("--source", metavar="NAME", help="instead: the source of one of the generated kernels")
     return parser
 
 
@@ -56,6 +65,12 @@ def _size(text: str) -> int:
 def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 10**9:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 1,000,000,000")
+    return int(text)
+
+
+def _layer(text: str) -> int:
+    if not text.isdecimal() or len(text) > 9:
+        raise argparse.ArgumentTypeError(f"{text!r} is no layer's number")
     return int(text)
 
 
@@ -92,7 +107,7 @@ def full_summary(args: argparse.Namespace) -> dict[str, Any]:
 def show(args: argparse.Namespace, console: Console) -> None:
     """Print one plan, or the comparison of two."""
     if args.other is not None:
-        _refuse_ignored(args)
+        _refuse_ignored(args, OF_STATES + OF_KERNELS, "for one plan, and two are compared; inspect each by itself")
         comparison = compare_plans(args.plan, args.other)
         if args.json:
             print(json.dumps(comparison, indent=2, sort_keys=True))
@@ -100,6 +115,11 @@ def show(args: argparse.Namespace, console: Console) -> None:
             for table in comparison_tables(comparison):
                 console.print(table)
         return
+    if args.kernels or args.source is not None:
+        _refuse_ignored(args, OF_STATES, "for the plan's memory, and its kernels are shown; leave it out")
+        show_kernels(args, console)
+        return
+    _refuse_ignored(args, ("layer",), "for --kernels, which is missing")
     summary = full_summary(args)
     if args.json:
         print(json.dumps(summary, indent=2, sort_keys=True))
@@ -114,17 +134,34 @@ def show(args: argparse.Namespace, console: Console) -> None:
     console.print(serving_table(summary, args.weights or 0, args.slots, args.batch, args.context))
 
 
-def _refuse_ignored(args: argparse.Namespace) -> None:
-    """Two plans are compared as they are; what concerns the serving of one is refused.
+def show_kernels(args: argparse.Namespace, console: Console) -> None:
+    """Print the kernels of a plan, the source of one of them, or both."""
+    if not args.kernels:
+        _refuse_ignored(args, ("layer",), "for --kernels, which is missing")
+    summary, files = kernel_summary(args.plan, args.layer)
+    source = None if args.source is None else files.source(args.source)
+    if args.json:
+        found = summary if args.kernels else {n: summary[n] for n in ("name", "plan_sha256")}
+        print(
+            json.dumps(found | ({} if source is None else {"source": {args.source: source}}), indent=2, sort_keys=True)
+        )
+        return
+    if args.kernels:
+        print_kernels(summary, files, console)
+    if source is not None:
+        print_source(source, console)
+
+
+def _refuse_ignored(args: argparse.Namespace, names: Sequence[str], reason: str) -> None:
+    """Refuse options that would do nothing.
 
     Raises:
-        RecipeError: naming the options.
+        RecipeError: naming them and the reason.
     """
     defaults = _parser().parse_args([str(args.plan)])
-    names = ("passes", "layers", "weights", "batch", "context", "slots", "memory", "kernels", "variant", "target")
-    given = [f"--{n}" for n in names if getattr(args, n, None) != getattr(defaults, n, None)]
+    given = [f"--{n}" for n in names if getattr(args, n) != getattr(defaults, n)]
     if given:
-        raise RecipeError(f"{', '.join(given)} is for one plan, and two are compared; inspect each by itself")
+        raise RecipeError(f"{', '.join(given)} is {reason}")
 
 
 def layer_table(summary: dict[str, Any]) -> Table:

@@ -16,6 +16,7 @@ from stepquant.layout import ByteCount, PageLayout
 SCHEMA_VERSION = 1
 BUFFER_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "int8": 1}
 UTILISATION = 0.6  # of the issue rate, as such kernels were measured to reach
+PREDICTED_BATCH = 512  # requests of `predicted_us`
 
 TITLES = {
     "step": "Decode step: unpack, update, read, fit and pack, one pass over the state.",
@@ -91,6 +92,7 @@ class Variant:
         tile: axes of the state tile of a program; stages: software pipelining depth (one pass: none).
         bytes_read, bytes_written: a request and step over all layers; `read` with a half full window.
         flops: the same, floating-point operations.
+        launch: the first choice; a target's report has the one that it compiles.
         predicted_us: a whole model's step at batch 512 on named GPUs, from bytes and, once compiled, instructions.
         targets: reports of the ahead-of-time compile by target.
     """
@@ -105,11 +107,12 @@ class Variant:
     bytes_read: int
     bytes_written: int
     flops: int
+    launch: Launch
     stages: int = 1
     predicted_us: dict[str, float] = field(default_factory=dict)
     targets: dict[str, TargetReport] = field(default_factory=dict)
 
-    def predict(self, batch: int = 512) -> None:
+    def predict(self, batch: int = PREDICTED_BATCH) -> None:
         """Fill `predicted_us` for every GPU; the later the stage, the more it knows."""
         for gpu in GPUS.values():
             seconds = batch * (self.bytes_read + self.bytes_written) / gpu.bandwidth
@@ -186,4 +189,5 @@ def _variant(name: str, layout: PageLayout, spec: KernelSpec) -> Variant:
         bytes_read=moved[name][0],
         bytes_written=moved[name][1],
         flops=FLOPS[name] * elements,
+        launch=LAUNCHES[name][0],
     )

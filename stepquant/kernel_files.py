@@ -1,0 +1,168 @@
+"""The kernels of an artifact as they lie on disk: read strictly and checked against their hash, never executed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepquant.accounting import packable, page_layout
+from stepquant.artifact import KERNELS
+from stepquant.codegen.generate import generate, source_hash
+from stepquant.codegen.kernel_plan import SCHEMA_VERSION, TITLES, Launch, TargetReport, Variant
+from stepquant.codegen.spec import KernelSpec
+from stepquant.errors import ArtifactError, closest, shown
+from stepquant.files import kind_name, read_json
+from stepquant.plan import LayoutPlan
+from stepquant.reading import check_file
+
+KERNEL_PLAN = "kernel_plan.json"
+MAX_SOURCE_BYTES = 1 << 20
+AGAIN = "compile the plan again"
+
+Kinds = Mapping[str, type | tuple[type, ...]]
+_NUMBER = (int, float)
+_PLAN: Kinds = {"schema_version": int, "plan": str, "generator_version": str, "source_sha256": str, "spec": dict,
+                "variants": list}  # fmt: skip
+_VARIANT: Kinds = {"name": str, "title": str, "file": str, "programs": int, "bodies": int, "tile": dict,
+                   "elements": int, "bytes_read": int, "bytes_written": int, "flops": int, "launch": dict,
+                   "stages": int, "predicted_us": dict, "targets": dict}  # fmt: skip
+_LAUNCH: Kinds = {"warps": int, "registers": (int, type(None))}
+_REPORT: Kinds = {"launch": dict, "registers": int, "spill_bytes": int, "shared_bytes": int, "instructions": int,
+                  "instructions_per_element": _NUMBER, "seconds": _NUMBER, "rejected": list}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KernelFiles:
+    """What kernels/ holds.
+
+    Attributes:
+        data: kernel_plan.json as it is; variants: the same, typed.
+        sources: text by name of the variant.
+        current: whether this stepquant generates the same sources from the plan.
+    """
+
+    data: dict[str, Any]
+    variants: list[Variant]
+    sources: dict[str, str]
+    current: bool
+
+    def source(self, name: str) -> str:
+        """The text of one variant.
+
+        Raises:
+            ArtifactError: for a name that the plan does not have.
+        """
+        if name not in self.sources:
+            raise ArtifactError(
+                f"--source {shown(name)}: no such variant{closest(name, self.sources)}; "
+                f"this plan has {', '.join(sorted(self.sources))}"
+            )
+        return self.sources[name]
+
+
+def read_kernels(directory: Path, plan: LayoutPlan) -> KernelFiles:
+    """Read kernels/ of an artifact whose plan is `plan`.
+
+    Raises:
+        ArtifactError: kernels/ is missing, damaged, another plan's, or a source is not what its hash says.
+    """
+    if not packable(plan):
+        precisions = ", ".join(map(str, plan.bits.unique().tolist()))
+        raise ArtifactError(
+            f"{directory}: codec {plan.codec.kind!r} with precisions {precisions} is simulated only and has no kernels"
+        )
+    place = directory / KERNELS
+    if not os.path.lexists(place):
+        raise ArtifactError(f"{place}: the directory of generated kernels is missing; {AGAIN}")
+    path = place / KERNEL_PLAN
+    data = read_json(path, "the kernel plan")
+    version = data.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise ArtifactError(
+            f"{path}: schema_version is {shown(version)}; this stepquant reads {SCHEMA_VERSION}; {AGAIN}"
+        )
+    _check(f"{path}: ", data, _PLAN)
+    if data["plan"] != plan.hash:
+        raise ArtifactError(f"{path}: plan is {shown(data['plan'])}; expected {plan.hash}; {AGAIN}")
+    variants = [_variant(f"{path}: variants[{i}]", entry) for i, entry in enumerate(data["variants"])]
+    names = [v.name for v in variants]
+    if not names or len(set(names)) < len(names):
+        raise ArtifactError(f"{path}: variants are {shown(names)}; expected at least one, each once; {AGAIN}")
+    sources = {v.name: _source(place / v.file) for v in variants}
+    ours = _generated(plan)
+    if source_hash(sources) != data["source_sha256"]:
+        edited = [f"{name}.py" for name in sorted(sources) if sources[name] != ours.get(name)]
+        raise ArtifactError(
+            f"{place}: the sources do not match source_sha256 of {KERNEL_PLAN} ("
+            f"{', '.join(edited) or 'none'} differ from what this stepquant generates); {AGAIN}"
+        )
+    return KernelFiles(data, variants, sources, sources == ours)
+
+
+def _generated(plan: LayoutPlan) -> dict[str, str]:
+    g, window = plan.geometry, plan.window
+    spec = KernelSpec.of(g.family, g.num_key_heads, page_layout(plan), plan.codec, window.length, window.dtype)
+    return generate(spec, plan.hash)
+
+
+def _source(path: Path) -> str:
+    check_file(path, "a generated kernel", MAX_SOURCE_BYTES)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path}: the generated kernel cannot be read ({error}); {AGAIN}") from None
+    if not text.replace("\n", "").isprintable():  # a terminal would obey escape sequences
+        raise ArtifactError(f"{path}: the generated kernel holds control characters; {AGAIN}")
+    return text
+
+
+def _variant(where: str, entry: Any) -> Variant:
+    _check(f"{where}.", entry, _VARIANT)
+    name = entry["name"]
+    if name not in TITLES or entry["file"] != f"{name}.py":
+        raise ArtifactError(
+            f"{where} is {shown(name)} in {shown(entry['file'])}; expected one of {', '.join(TITLES)} in NAME.py; "
+            f"{AGAIN}"
+        )
+    _check(f"{where}.tile.", entry["tile"], {"rows": int, "columns": int})
+    _check(f"{where}.predicted_us.", entry["predicted_us"], dict.fromkeys(entry["predicted_us"], _NUMBER))
+    targets = {target: _report(f"{where}.targets.{target}", report) for target, report in entry["targets"].items()}
+    return Variant(**{**entry, "launch": _launch(f"{where}.launch", entry["launch"]), "targets": targets})
+
+
+def _report(where: str, entry: Any) -> TargetReport:
+    _check(f"{where}.", entry, _REPORT)
+    if not all(isinstance(reason, str) and reason.isprintable() for reason in entry["rejected"]):
+        raise ArtifactError(f"{where}.rejected is {shown(entry['rejected'])}; expected a list of strings; {AGAIN}")
+    return TargetReport(**{
+        **entry, "launch": _launch(f"{where}.launch", entry["launch"]), "rejected": tuple(entry["rejected"]),
+    })  # fmt: skip
+
+
+def _launch(where: str, entry: Any) -> Launch:
+    _check(f"{where}.", entry, _LAUNCH)
+    return Launch(**entry)
+
+
+def _check(where: str, entry: Any, kinds: Kinds) -> None:
+    """An object with exactly these keys; strings that can be printed, numbers that are not negative.
+
+    Raises:
+        ArtifactError: naming the first thing that is not so.
+    """
+    if not isinstance(entry, dict):
+        raise ArtifactError(f"{where.rstrip('.: ')} is {kind_name(type(entry))}; expected an object; {AGAIN}")
+    if set(entry) != set(kinds):
+        wrong = sorted(set(entry) ^ set(kinds))
+        raise ArtifactError(f"{where}{shown(wrong[0])} is {'missing' if wrong[0] in kinds else 'unknown'}; {AGAIN}")
+    for key, kind in kinds.items():
+        value = entry[key]
+        first = kind[0] if isinstance(kind, tuple) else kind
+        sound = isinstance(value, kind) and not isinstance(value, bool) and key.isprintable()
+        if not sound or (isinstance(value, str) and not value.isprintable()):
+            raise ArtifactError(f"{where}{key} is {shown(value)}; expected {kind_name(first)}; {AGAIN}")
+        if isinstance(value, int | float) and value < 0:
+            raise ArtifactError(f"{where}{key} is {shown(value)}; expected no negative number; {AGAIN}")
