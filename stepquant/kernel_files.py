@@ -129,6 +129,7 @@ def _variant(where: str, entry: Any) -> Variant:
         )
     _check(f"{where}.tile.", entry["tile"], {"rows": int, "columns": int})
     _check(f"{where}.predicted_us.", entry["predicted_us"], dict.fromkeys(entry["predicted_us"], _NUMBER))
+    _check(f"{where}.targets.", entry["targets"], dict.fromkeys(entry["targets"], dict))
     targets = {target: _report(f"{where}.targets.{target}", report) for target, report in entry["targets"].items()}
     return Variant(**{**entry, "launch": _launch(f"{where}.launch", entry["launch"]), "targets": targets})
 
@@ -161,7 +162,9 @@ def _check(where: str, entry: Any, kinds: Kinds) -> None:
     for key, kind in kinds.items():
         value = entry[key]
         first = kind[0] if isinstance(kind, tuple) else kind
-        sound = isinstance(value, kind) and not isinstance(value, bool) and key.isprintable()
+        if not key.isprintable():
+            raise ArtifactError(f"{where}{shown(key)} is no name; {AGAIN}")
+        sound = isinstance(value, kind) and not isinstance(value, bool)
         if not sound or (isinstance(value, str) and not value.isprintable()):
             raise ArtifactError(f"{where}{key} is {shown(value)}; expected {kind_name(first)}; {AGAIN}")
         if isinstance(value, int | float) and value < 0:
