@@ -115,11 +115,12 @@ def show(args: argparse.Namespace, console: Console) -> None:
             for table in comparison_tables(comparison):
                 console.print(table)
         return
+    if not args.kernels:
+        _refuse_ignored(args, ("layer",), "for --kernels, which is missing")
     if args.kernels or args.source is not None:
         _refuse_ignored(args, OF_STATES, "for the plan's memory, and its kernels are shown; leave it out")
         show_kernels(args, console)
         return
-    _refuse_ignored(args, ("layer",), "for --kernels, which is missing")
     summary = full_summary(args)
     if args.json:
         print(json.dumps(summary, indent=2, sort_keys=True))
@@ -136,15 +137,13 @@ def show(args: argparse.Namespace, console: Console) -> None:
 
 def show_kernels(args: argparse.Namespace, console: Console) -> None:
     """Print the kernels of a plan, the source of one of them, or both."""
-    if not args.kernels:
-        _refuse_ignored(args, ("layer",), "for --kernels, which is missing")
     summary, files = kernel_summary(args.plan, args.layer)
     source = None if args.source is None else files.source(args.source)
     if args.json:
         found = summary if args.kernels else {n: summary[n] for n in ("name", "plan_sha256")}
-        print(
-            json.dumps(found | ({} if source is None else {"source": {args.source: source}}), indent=2, sort_keys=True)
-        )
+        if source is not None:
+            found = {**found, "source": {args.source: source}}
+        print(json.dumps(found, indent=2, sort_keys=True))
         return
     if args.kernels:
         print_kernels(summary, files, console)

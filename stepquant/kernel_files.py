@@ -92,6 +92,8 @@ def read_kernels(directory: Path, plan: LayoutPlan) -> KernelFiles:
     if not names or len(set(names)) < len(names):
         raise ArtifactError(f"{path}: variants are {shown(names)}; expected at least one, each once; {AGAIN}")
     sources = {v.name: _source(place / v.file) for v in variants}
+    if more := sorted({other.stem for other in place.glob("*.py")} - set(sources)):
+        raise ArtifactError(f"{place / more[0]}.py: {KERNEL_PLAN} has no such kernel; {AGAIN}")
     ours = _generated(plan)
     if source_hash(sources) != data["source_sha256"]:
         edited = [f"{name}.py" for name in sorted(sources) if sources[name] != ours.get(name)]

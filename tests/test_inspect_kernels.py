@@ -294,6 +294,11 @@ def test_edited_and_missing_sources(small, capsys):
     assert "step.py: a generated kernel is missing" in refused(capsys, small, "--kernels")
 
 
+def test_a_kernel_too_many(small, capsys):
+    (small / "kernels" / "more.py").write_text("print('run me')\n")
+    assert "more.py: kernel_plan.json has no such kernel" in refused(capsys, small, "--kernels")
+
+
 def test_another_generator_is_said(small, capsys):
     """What an older stepquant wrote is sound, though this one would write another text."""
     from stepquant.codegen.generate import source_hash
