@@ -1,8 +1,8 @@
 """Ahead-of-time compile without a GPU: hardly any spills; what each kernel takes is printed at the end of the run.
 
 In CI the kernels of the four main recipes are compiled once each, for sm_80 or sm_90, so that most kinds of kernel of a
-family are compiled for both; one recipe's read and unpack also for the other targets. That is what two and a half minutes
-of one processor do: STEPQUANT_SLOW=1 compiles everything for everything.
+family are compiled for both; one recipe's read and unpack also for the other targets. That takes two and a half minutes
+of one processor; STEPQUANT_SLOW=1 compiles everything for everything.
 """
 
 from __future__ import annotations
