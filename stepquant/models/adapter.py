@@ -19,6 +19,7 @@ from stepquant.models.checkpoint import read_config, resolve_checkpoint, weight_
 from stepquant.models.families import check_transformers, find_family, geometry_from_config
 from stepquant.models.family_table import ModelFamily
 from stepquant.models.fingerprint import fingerprint
+from stepquant.models.finite import check_finite
 from stepquant.models.random_weights import build_random, quiet_transformers
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
@@ -142,6 +143,7 @@ def load_model(
     model.eval().requires_grad_(requires_grad=False)
     layers = find_delta_layers(model)
     check_layers(layers, geometry, config)
+    check_finite(directory, model.named_parameters())
     first = next((p.device for p in model.parameters() if p.device.type != "meta"), target)
     found = load_tokenizer(directory, trust_remote_code=trust_remote_code) if tokenizer else None
     return LoadedModel(

@@ -16,6 +16,7 @@ from torch import nn
 from stepquant.errors import BackendError, ModelError
 from stepquant.models.capture import find_delta_layers
 from stepquant.models.fingerprint import TensorEntry, checkpoint_tensors
+from stepquant.models.finite import check_finite
 from stepquant.models.random_weights import fill_module, initialiser, quiet_transformers
 
 
@@ -111,6 +112,7 @@ class LayerSource:
                 f"{self.directory} lacks {len(missing)} tensors of {path}, first {missing[0]}; the checkpoint is "
                 "incomplete or its config.json is another model's"
             )
+        check_finite(self.directory, {f"{path}.{name}": tensor for name, tensor in tensors.items()})
 
     def _convert(self, keys: list[str]) -> Any:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
