@@ -148,12 +148,12 @@ def prediction_table(files: KernelFiles) -> Table:
 def compile_table(files: KernelFiles) -> Table:
     """What the ahead-of-time compile says, a row a variant and target."""
     names = ("variant", "target", "warps", "registers", "spilled", "shared", "an element", "seconds")
-    title = "compiled ahead of time: bytes spilled, bytes of shared memory, instructions a state element"
+    title = "compiled ahead of time: registers/allowed, bytes spilled and shared, instructions an element"
     table = _table(title, names)
     for v in files.variants:
         for target, r in v.targets.items():
-            cap = f" of {r.launch.registers}" if r.launch.registers else ""
-            table.add_row(v.name, target, str(r.launch.warps), f"{r.registers}{cap}", f"{r.spill_bytes:,}",
+            registers = f"{r.registers}/{r.launch.registers or 255}"
+            table.add_row(v.name, target, str(r.launch.warps), registers, f"{r.spill_bytes:,}",
                           f"{r.shared_bytes:,}", f"{r.instructions_per_element:.2f}", f"{r.seconds:.1f}")  # fmt: skip
     return table
 

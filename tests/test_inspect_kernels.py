@@ -106,6 +106,7 @@ def test_figures_are_those_of_the_file(name, variants, request, capsys):
         assert f"{v['name']} {v['bytes_read']:,} {v['bytes_written']:,} {v['flops']:,}" in text
         assert f"{v['name']} " + " ".join(f"{us:,.1f}" for us in v["predicted_us"].values()) in text
         assert all(part in text for part in v["title"].split()[:3])
+    assert "…" not in out
     assert "batch 512, from bytes alone" in text
     assert "not compiled: codegen.targets=[sm_90]" in text
 
@@ -123,8 +124,9 @@ def test_reports_of_targets_are_shown(small, capsys):
     code, out, err = run(capsys, small, "--kernels")
     assert (code, err) == (0, "")
     text, first = words(out), kernel_json(small)["variants"][0]["name"]
-    assert f"{first} sm_80 4 93 of 96 24 31,744 12.34 5.6" in text
+    assert f"{first} sm_80 4 93/96 24 31,744 12.34 5.6" in text
     assert f"{first} for sm_80: 2 warps spill 999 bytes" in text
+    assert "…" not in out
     assert "from bytes; A100 also from instructions" in text
     assert "not compiled" not in text
 
