@@ -65,7 +65,7 @@ def read_evidence(directory: Path) -> Evidence:
         found.notes["quality"] = f"{EVALUATION} is no list of rows; evaluate again."
     kernels = _read(found, directory, KERNEL_PLAN, "kernels")
     if isinstance(kernels, dict):
-        found.kernels = next(iter(_own(found, [kernels], KERNEL_PLAN, "kernels")), {})
+        found.kernels = next(iter(_own(found, [kernels], KERNEL_PLAN, "kernels", key="plan")), {})
     elif kernels is not None:
         found.notes["kernels"] = f"{KERNEL_PLAN} is no JSON object; compile again."
     return found
@@ -83,9 +83,11 @@ def _read(found: Evidence, directory: Path, name: str, section: str) -> Any:
         return None
 
 
-def _own(found: Evidence, items: list[dict[str, Any]], name: str, section: str) -> list[dict[str, Any]]:
-    """The items that belong to this plan: those that name a plan must name this one."""
-    own = [item for item in items if item.get("plan_sha256") in (None, found.plan.hash)]
+def _own(
+    found: Evidence, items: list[dict[str, Any]], name: str, section: str, key: str = "plan_sha256"
+) -> list[dict[str, Any]]:
+    """The items that belong to this plan: those that name a plan, under `key`, must name this one."""
+    own = [item for item in items if item.get(key) in (None, found.plan.hash)]
     if len(own) < len(items):
         left = len(items) - len(own)
         found.notes[section] = f"{name} holds figures of another plan ({left} left out); make it again."

@@ -223,7 +223,7 @@ def test_quality_and_kernels(tmp_path):
         ("evaluation.json", '[{"variant": "old", "plan_sha256": "00"}]', "holds figures of another plan (1 left out)"),
         ("evaluation.json", '[{"variant": NaN, "kl_all": NaN, "kl_all_ci": ["x", {}], "window": []}]', "Measured"),
         ("kernels/kernel_plan.json", "[]", "is no JSON object"),
-        ("kernels/kernel_plan.json", '{"plan_sha256": "00"}', "holds figures of another plan"),
+        ("kernels/kernel_plan.json", '{"plan": "00"}', "holds figures of another plan"),
         ("kernels/kernel_plan.json", '{"a": [{}], "b": [{"c": {"d": [1]}}], "e": null}', "Kernels"),
         (TABLES, "damaged", "is not a sound safetensors file"),
     ],
