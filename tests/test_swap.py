@@ -196,7 +196,9 @@ def whole(directory: Path) -> tuple[str, float]:
 def test_a_writer_killed_at_random_points_leaves_a_whole_artifact(tmp_path):
     place, recipe = tmp_path / "out", compose_recipe("tiny_gdn_6bit")
     codec = CodecSpec(group=16)  # two-bit heads of 32 columns have kernels in such groups
-    plans = [small_plan(name=name, w=small_plan().w * w, codec=codec) for name, w in (("one", 1.0), ("two", 2.0))]
+    other = small_plan().w.clone()
+    other[..., 0], other[..., 1] = 2.0, 0.5  # a head's weights have geometric mean 1
+    plans = [small_plan(name=name, w=w, codec=codec) for name, w in (("one", small_plan().w), ("two", other))]
 
     def compile_one(plan):
         with new_artifact(place, plan.hash) as new:

@@ -153,4 +153,6 @@ def test_a_square_state_is_not_turned_over(name: str, make: Make) -> None:
         t["q"][..., 5] = 1.0  # reads row 5: 6 in every column, not 1 .. 32
         t["scale"] = 1.0
         kernels.step(0, pages, slots, **t, l2norm=False)
-        assert float((t["out"] - 6.0).abs().max()) < 0.6
+        stored = back[:, :, 5]  # 6 within the precision of that row, which may be coarse
+        assert relative(t["out"].float(), stored) < 1e-2
+        assert float((t["out"] - 6.0).abs().max()) < 2
