@@ -48,18 +48,30 @@ class Cache:
         return self.directory / name / key[:32]
 
     def has(self, name: str, key: str) -> bool:
-        """Whether a whole entry exists (its content is checked when it is read)."""
-        return self.enabled and (self.path(name, key) / FACTS).is_file()
+        """Whether a whole entry exists whose facts are sound (its tensors are checked when they are read)."""
+        return self._facts(name, key) is not None
+
+    def _facts(self, name: str, key: str) -> dict[str, Any] | None:
+        """The entry's facts, or None if there is none or they are damaged or of an older kind (which deletes it)."""
+        path = self.path(name, key)
+        if not self.enabled or not (path / FACTS).is_file():
+            return None
+        try:
+            facts = read_json(path / FACTS, f"cache entry {name}")
+            if _identity(facts) != facts.get("identity") or facts.get("key") != key:
+                raise ArtifactError(f"{path / FACTS}: it does not match its key or hash")
+        except ArtifactError:
+            shutil.rmtree(path, ignore_errors=True)
+            return None
+        return facts
 
     def load(self, name: str, key: str) -> Product | None:
         """The stored product, or None if there is none or it is damaged (which deletes it)."""
-        if not self.has(name, key):
+        facts = self._facts(name, key)
+        if facts is None:
             return None
         path = self.path(name, key)
         try:
-            facts = read_json(path / FACTS, f"cache entry {name}")
-            if _identity(facts) != facts.get("identity") or facts["key"] != key:
-                raise ArtifactError(f"{path / FACTS}: it does not match its key or hash")
             if "files" in facts:
                 return _load_spilled(path, facts)
             tensors = read_tensors(path / TENSORS, f"cache entry {name}", facts["bytes"])

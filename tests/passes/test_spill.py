@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import time
@@ -17,6 +18,7 @@ from stepquant.files import write_json
 from stepquant.models.layerwise import Reached, load_progress, save_progress
 from stepquant.passes import spill
 from stepquant.passes.cache import Cache
+from stepquant.passes.protocol import Product
 from stepquant.passes.spill import LayerStore, SpilledProduct, check_space, spilled_bytes
 
 FIELDS = {"a": (torch.float16, (5, 3)), "b": (torch.float32, (5,)), "c": (torch.int64, (2, 2))}
@@ -147,3 +149,15 @@ def test_progress_of_a_layerwise_run_names_a_full_disk(tmp_path, monkeypatch):
         save_progress(tmp_path, "key", Reached(1, torch.zeros(2), {}))
     assert load_progress(tmp_path, "key") is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_entry_of_an_older_kind_is_not_there(tmp_path):
+    """Facts without a hash of their own, as earlier versions wrote them: such a pass must run, not be called reused."""
+    cache = Cache(tmp_path)
+    cache.store("distortion", "k", Product({"x": torch.ones(2)}, {"n": 1}))
+    assert cache.has("distortion", "k")
+    facts = next(tmp_path.rglob("facts.json"))
+    facts.write_text(json.dumps({k: v for k, v in json.loads(facts.read_text()).items() if k != "identity"}))
+    assert not cache.has("distortion", "k")
+    assert not facts.exists()
+    assert cache.load("distortion", "k") is None
