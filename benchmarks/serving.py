@@ -147,7 +147,7 @@ def main() -> None:
         environment["SERVING_JOBS"] = " ".join(sys.argv[2:])
         plan = JOBS[name][1]
         if plan is not None:
-            environment["STEPQUANT_FORCE"] = "1" if model_of(name) == "qwen4l" else "0"  # its plan is synthetic
+            environment["STEPQUANT_ACCEPT"] = "force" if model_of(name) == "qwen4l" else ""  # its plan is synthetic
             environment["STEPQUANT_PLAN"] = str((ROOT / "plans" / plan).resolve())
         log = (out / f"{name}.log").open("w")
         command = [sys.executable, __file__, "--job", name, str(out)]

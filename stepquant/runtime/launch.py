@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +15,7 @@ from stepquant.errors import BackendError, RecipeError
 from stepquant.memory import GIB
 from stepquant.plan import LayoutPlan
 from stepquant.runtime.load import RankPlan, load_rank_plan
+from stepquant.runtime.sglang.state import Accept
 from stepquant.runtime.sizing import PoolArguments, PoolSize, SlotCost, size_pool, slots_per_request
 from stepquant.units import parse_bytes
 
@@ -26,12 +27,12 @@ class ServeSettings:
     """What `stepquant.serve` was given.
 
     Attributes:
-        plan: artifact directory. force: serve a synthetic plan. sglang: what of SGLang's arguments sizes the pool.
+        plan: artifact directory. accept: what is let pass. sglang: what of SGLang's arguments sizes the pool.
         memory, weights: bytes, for the dry run. json: file for its figures.
     """
 
     plan: Path
-    force: bool
+    accept: Accept
     sglang: argparse.Namespace
     memory: int | None
     weights: int | None
@@ -44,12 +45,14 @@ class ServeSettings:
         Raises:
             RecipeError: on a value of a wrong type.
         """
-        for name in ("force", "dry_run"):
+        accepted = [f.name for f in fields(Accept)]
+        for name in (*accepted, "dry_run"):
             if not isinstance(config[name], bool):
                 raise RecipeError(f"{name} is {config[name]!r}; expected true or false")
         sizes = {n: None if config[n] is None else parse_bytes(config[n]) for n in ("memory", "weights")}
         json = None if config.json is None else Path(str(config.json))
-        return cls(Path(str(config.plan)), config.force, parse_arguments(arguments), **sizes, json=json)
+        accept = Accept(**{name: config[name] for name in accepted})
+        return cls(Path(str(config.plan)), accept, parse_arguments(arguments), **sizes, json=json)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -94,7 +97,7 @@ def check(settings: ServeSettings) -> None:
         )
     if settings.sglang.model_path is None:
         raise RecipeError("--model-path is missing after --; SGLang needs the checkpoint that the plan was made for")
-    refusals.check_checkpoint(str(refusals.local_checkpoint(settings.sglang.model_path)), plan, settings.force)
+    refusals.check_checkpoint(settings.sglang.model_path, plan, settings.plan, settings.accept)
 
 
 def installed_version() -> str:
@@ -121,10 +124,10 @@ def plugin_target() -> str | None:
 
 def set_environment(settings: ServeSettings) -> None:
     """Name the plan to every process of the server."""
-    from stepquant.runtime.sglang.state import FORCE_VARIABLE, PLAN_VARIABLE
+    from stepquant.runtime.sglang.state import ACCEPT_VARIABLE, PLAN_VARIABLE
 
     os.environ[PLAN_VARIABLE] = str(settings.plan.resolve())
-    os.environ[FORCE_VARIABLE] = "1" if settings.force else "0"
+    os.environ[ACCEPT_VARIABLE] = settings.accept.text
 
 
 def show(settings: ServeSettings) -> None:

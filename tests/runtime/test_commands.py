@@ -14,6 +14,7 @@ import pytest
 
 from stepquant import doctor, serve
 from stepquant.runtime import launch
+from stepquant.runtime.sglang.state import Accept
 from tests.runtime.sglang.test_refusals import MODEL, plan_of
 
 
@@ -53,7 +54,7 @@ def test_dry_run_of_two_ranks_splits_states_and_weights(plan: Path) -> None:
     def figures(tp: int) -> dict[str, Any]:
         arguments = ["--tp", str(tp), "--max-running-requests", "8", "--disable-radix-cache"]
         return launch.figures(
-            launch.ServeSettings(plan, False, launch.parse_arguments(arguments), 2**30, 2**20, None)
+            launch.ServeSettings(plan, Accept(), launch.parse_arguments(arguments), 2**30, 2**20, None)
         )  # fmt: skip
 
     one, two = figures(1), figures(2)
@@ -103,7 +104,7 @@ def as_if_installed(monkeypatch: pytest.MonkeyPatch, version: str | None = "0.5.
 
 def test_serve_starts_sglang_with_the_plan_in_the_environment(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     as_if_installed(monkeypatch)
-    for name in ("STEPQUANT_PLAN", "STEPQUANT_FORCE", "SGLANG_PLUGINS"):
+    for name in ("STEPQUANT_PLAN", "STEPQUANT_ACCEPT", "SGLANG_PLUGINS"):
         monkeypatch.setenv(name, "")
     seen: dict[str, Any] = {}
 

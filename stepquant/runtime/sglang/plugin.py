@@ -13,7 +13,7 @@ from typing import Any
 
 from stepquant.commands import EXIT_ERROR
 from stepquant.errors import StepQuantError
-from stepquant.runtime.sglang.state import FORCE_VARIABLE, PluginState, activate, current, plan_directory
+from stepquant.runtime.sglang.state import ACCEPT_VARIABLE, Accept, PluginState, activate, current, plan_directory
 
 
 def register() -> None:
@@ -22,7 +22,8 @@ def register() -> None:
     if directory is None:
         return
     try:
-        install(PluginState(directory, os.environ.get(FORCE_VARIABLE) == "1", _version()))
+        accept = Accept.from_text(os.environ.get(ACCEPT_VARIABLE, ""))
+        install(PluginState(directory, accept, _version()))
     except Exception as error:
         named = str(error) if isinstance(error, StepQuantError) else f"{type(error).__name__}: {error}"
         print(f"error: stepquant could not take over the state pool: {named}", file=sys.stderr, flush=True)
@@ -79,5 +80,5 @@ def check_server(original: Callable[..., Any], self: Any) -> Any:
     arguments, plan = refusals.resolved(self), state.rank_plan(0, 1).plan
     refusals.check_environment(state.version.refused)
     refusals.check_arguments(arguments, plan)
-    refusals.check_checkpoint(str(refusals.local_checkpoint(str(self.model_path))), plan, state.force)
+    refusals.check_checkpoint(str(self.model_path), plan, state.directory, state.accept)
     return result

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stepquant import plan_match
 from stepquant.errors import BackendError, ModelError, StepQuantError
 from stepquant.plan import LayoutPlan
+from stepquant.runtime.sglang.state import Accept
 
 CHECK_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "speculative_algorithm": ((None,), "speculative decoding keeps unpacked states for its drafts"),
@@ -63,40 +65,26 @@ def check_arguments(arguments: Any, plan: LayoutPlan) -> None:
         )
 
 
-def check_checkpoint(model_path: str, plan: LayoutPlan, force: bool) -> None:
+def check_checkpoint(model_path: str, plan: LayoutPlan, where: Path, accept: Accept) -> None:
     """Refuse a plan that was made for another checkpoint, or from invented statistics.
 
     Args:
         model_path: as the server is given it; a directory, or a name in the local Hugging Face cache.
-        force: serve a synthetic plan, whose geometry alone is compared.
+        where: the plan's directory. accept: what is let pass; a synthetic plan has no weights to compare.
 
     Raises:
-        BackendError: naming what differs.
+        BackendError: a synthetic plan, or a checkpoint that is not there yet.
+        ArtifactError: naming what differs, in the words of `stepquant.plan_match`.
     """
-    from stepquant.models.families import geometry_from_config
-    from stepquant.models.fingerprint import fingerprint
-
-    if plan.synthetic and not force:
+    if plan.synthetic and not accept.force:
         raise BackendError(
             f"plan {plan.name!r} is synthetic (made from invented statistics or random weights) and would answer with "
             "noise; compile it from the checkpoint, or say force=true to measure speed and memory"
         )
-    geometry = geometry_from_config(model_path)
-    if geometry != plan.geometry:
-        differing = [
-            f"{name} {getattr(geometry, name)} (plan: {getattr(plan.geometry, name)})"
-            for name in geometry.__dataclass_fields__
-            if getattr(geometry, name) != getattr(plan.geometry, name)
-        ]
-        raise BackendError(f"{model_path} is not what plan {plan.name!r} was made for: {'; '.join(differing)}")
-    if plan.synthetic:
-        return
-    found = fingerprint(model_path)
-    if found != plan.fingerprint:
-        raise BackendError(
-            f"{model_path} has fingerprint {found[:23]}, plan {plan.name!r} was made for {plan.fingerprint[:23]}: "
-            "other weights of the same shape; compile a plan for this checkpoint"
-        )
+    plan_match.check_checkpoint(
+        plan, where, local_checkpoint(model_path), any_checkpoint=accept.any_checkpoint or plan.synthetic,
+        any_weight_format=accept.any_weight_format,
+    )  # fmt: skip
 
 
 def check_plugin_allowed(allowed: str | None) -> None:

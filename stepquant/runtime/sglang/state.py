@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,51 @@ from stepquant.runtime.load import RankPlan, load_rank_plan
 from stepquant.runtime.sglang.versions import Version
 
 PLAN_VARIABLE = "STEPQUANT_PLAN"
-FORCE_VARIABLE = "STEPQUANT_FORCE"
+ACCEPT_VARIABLE = "STEPQUANT_ACCEPT"
 WORKSPACE_STATES = 64
 """Dense FP32 states of one layer that a prefill holds at a time; a larger batch goes in parts."""
 
 
+@dataclass(frozen=True)
+class Accept:
+    """What `stepquant.serve` was told to let pass, by its own words; processes get it in one variable.
+
+    Attributes:
+        force: a synthetic plan. any_checkpoint, any_weight_format: as in `stepquant.plan_match.check_checkpoint`.
+    """
+
+    force: bool = False
+    any_checkpoint: bool = False
+    any_weight_format: bool = False
+
+    @classmethod
+    def from_text(cls, text: str) -> Accept:
+        """Of the variable: words with commas between them.
+
+        Raises:
+            BackendError: naming a word that is none of the attributes.
+        """
+        words, known = {word.strip() for word in text.split(",")} - {""}, [f.name for f in fields(cls)]
+        if words - set(known):
+            raise BackendError(
+                f"{ACCEPT_VARIABLE} is {text!r}; expected some of {', '.join(known)} with commas between them"
+            )
+        return cls(**dict.fromkeys(words, True))
+
+    @property
+    def text(self) -> str:
+        """For the variable."""
+        return ",".join(f.name for f in fields(self) if getattr(self, f.name))
+
+
 @dataclass
 class PluginState:
-    """Attributes: directory: of the plan. force: serve a synthetic plan. version: entry of the table.
+    """Attributes: directory: of the plan. accept: what is let pass. version: entry of the table.
     slots_per_request: SGLang's ratio of slots to running requests. plans: by (rank, size). report: figures of the
     pool for logs and metrics. published: when they last went to Prometheus."""
 
     directory: Path
-    force: bool
+    accept: Accept
     version: Version
     slots_per_request: int = 1
     plans: dict[tuple[int, int], RankPlan] = field(default_factory=dict)

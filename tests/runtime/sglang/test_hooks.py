@@ -9,7 +9,7 @@ import pytest
 
 from stepquant.errors import BackendError
 from stepquant.runtime.sglang import hooks, plugin
-from stepquant.runtime.sglang.state import PluginState
+from stepquant.runtime.sglang.state import Accept, PluginState
 from stepquant.runtime.sglang.versions import VERSIONS, Target, checked_version
 from tests.runtime.sglang.sources import definition, fake_sglang, parameters
 
@@ -59,7 +59,7 @@ def test_dispatchers_hand_on_what_the_packed_kernel_takes(version: str) -> None:
 
 
 def state_of(version: str) -> PluginState:
-    return PluginState(Path("nowhere"), False, VERSIONS[version])
+    return PluginState(Path("nowhere"), Accept(), VERSIONS[version])
 
 
 @pytest.mark.parametrize("version", VERSIONS)

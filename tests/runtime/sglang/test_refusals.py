@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from stepquant.codec.spec import CodecSpec
-from stepquant.errors import BackendError
+from stepquant.errors import ArtifactError, BackendError
 from stepquant.models.families import geometry_from_config
 from stepquant.models.fingerprint import fingerprint
 from stepquant.models.tiny import tiny_model_path
 from stepquant.plan import LayoutPlan, WindowSpec
 from stepquant.runtime.load import load_rank_plan
 from stepquant.runtime.sglang import plugin, refusals
-from stepquant.runtime.sglang.state import activate
+from stepquant.runtime.sglang.state import Accept, activate
 from stepquant.runtime.sglang.versions import VERSIONS
 from tests.runtime.sglang.test_hooks import state_of
 
@@ -34,6 +34,10 @@ def plan_of(**more: Any) -> LayoutPlan:
         "granularity": 8, "window": WindowSpec(8), "fingerprint": fingerprint(MODEL), "weight_format": "unquantised",
     }  # fmt: skip
     return LayoutPlan(**{**fields, **more})
+
+
+def check_checkpoint(model: Path, plan: LayoutPlan, **accepted: bool) -> None:
+    refusals.check_checkpoint(str(model), plan, Path("nowhere"), Accept(**accepted))
 
 
 def arguments(**more: Any) -> SimpleNamespace:
@@ -68,7 +72,7 @@ def test_argument(name: str, value: Any) -> None:
 def test_what_is_served_passes() -> None:
     refusals.check_arguments(arguments(), plan_of())
     refusals.check_arguments(arguments(tp_size=4, mamba_ssm_dtype="float32"), plan_of())
-    refusals.check_checkpoint(str(MODEL), plan_of(), force=False)
+    check_checkpoint(MODEL, plan_of())
 
 
 def test_heads_must_divide(tmp_path: Path) -> None:
@@ -90,10 +94,14 @@ def test_another_checkpoint(tmp_path: Path) -> None:
     weights = bytearray((copy / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (copy / "model.safetensors").write_bytes(weights)
-    with pytest.raises(BackendError, match="other weights of the same shape; compile a plan for this checkpoint"):
-        refusals.check_checkpoint(str(copy), plan_of(), force=False)
-    with pytest.raises(BackendError, match="is not what plan 'test' was made for: family kda"):
-        refusals.check_checkpoint(str(tiny_model_path("tiny_kda")), plan_of(), force=False)
+    with pytest.raises(ArtifactError, match=r"nowhere was made for a checkpoint with fingerprint .* any_checkpoint="):
+        check_checkpoint(copy, plan_of())
+    check_checkpoint(copy, plan_of(), any_checkpoint=True)
+    with pytest.raises(ArtifactError, match=r"nowhere is for qwen3_5_text states .* is a kimi_linear with"):
+        check_checkpoint(tiny_model_path("tiny_kda"), plan_of(), any_checkpoint=True)
+    with pytest.raises(ArtifactError, match=r"made for awq weights, .* holds unquantised ones.*any_weight_format="):
+        check_checkpoint(MODEL, plan_of(weight_format="awq"), any_checkpoint=True)
+    check_checkpoint(MODEL, plan_of(weight_format="awq"), any_weight_format=True)
     with pytest.raises(BackendError, match=r"--model-path: .*nowhere"):
         refusals.local_checkpoint("nowhere")
 
@@ -101,10 +109,17 @@ def test_another_checkpoint(tmp_path: Path) -> None:
 def test_a_synthetic_plan_is_served_only_when_forced() -> None:
     plan = plan_of(synthetic=True, fingerprint="synthetic")
     with pytest.raises(BackendError, match=r"is synthetic .* force=true"):
-        refusals.check_checkpoint(str(MODEL), plan, force=False)
-    refusals.check_checkpoint(str(MODEL), plan, force=True)
-    with pytest.raises(BackendError, match="is not what plan"):
-        refusals.check_checkpoint(str(tiny_model_path("tiny_kda")), plan, force=True)
+        check_checkpoint(MODEL, plan, any_checkpoint=True)
+    check_checkpoint(MODEL, plan, force=True)
+    with pytest.raises(ArtifactError, match="is for qwen3_5_text states"):
+        check_checkpoint(tiny_model_path("tiny_kda"), plan, force=True)
+
+
+def test_what_is_accepted_reaches_every_process() -> None:
+    for accept in (Accept(), Accept(force=True), Accept(True, True, True), Accept(any_weight_format=True)):
+        assert Accept.from_text(accept.text) == accept
+    with pytest.raises(BackendError, match="STEPQUANT_ACCEPT is 'force,all'; expected some of force, any_checkpoint"):
+        Accept.from_text("force,all")
 
 
 def test_a_plugin_list_without_stepquant() -> None:
