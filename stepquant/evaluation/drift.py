@@ -22,6 +22,7 @@ from stepquant.evaluation.variants import Variant
 from stepquant.files import hash_json
 from stepquant.models.data import data_fingerprint
 from stepquant.passes.cache import Cache
+from stepquant.passes.out_of_memory import Demand, gib, told
 from stepquant.passes.progress import Progress
 from stepquant.passes.protocol import Product
 from stepquant.small_operations import small_operations
@@ -88,7 +89,7 @@ class DriftRun:
         if found and work:
             self.progress.say(f"{len(found)} of {len(found) + len(work)} parts (variant, batch) kept from earlier runs")
         if work:
-            with small_operations(self.loaded.device):
+            with small_operations(self.loaded.device), told("the evaluation", self._demand):
                 self._run(variants, work, found)
         return [self._result(v, [found[at, i] for at in range(len(starts))]) for i, v in enumerate(variants)]
 
@@ -116,6 +117,13 @@ class DriftRun:
                 if self.cache is not None:
                     self.cache.store("evaluation", self._key(variant, start), product)
                 found[at, index] = product
+
+    def _demand(self) -> Demand:
+        g, length = self.loaded.geometry, self.streams.ids.shape[1]
+        traced = 4 * self.batch * length * g.num_heads * (2 * g.key_dim + g.value_dim)
+        share = f"batch={self.batch} streams of {length} tokens took {gib(traced)} for one layer's q, k, v"
+        smaller = f"batch={self.batch // 2}" if self.batch > 1 else "fewer tokens with prefill=N and decode=N"
+        return Demand((share,), (smaller, *(() if self.loaded.device.type == "cpu" else ("model.device=cpu",))))
 
     def _ids(self, start: int) -> Tensor:
         return self.streams.ids[start : start + self.batch]

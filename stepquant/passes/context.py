@@ -17,7 +17,7 @@ from stepquant.codec.spec import CodecSpec
 from stepquant.errors import ModelError, RecipeError
 from stepquant.geometry import Geometry
 from stepquant.passes.cache import Cache
-from stepquant.passes.memory import explain_memory
+from stepquant.passes.out_of_memory import explain_memory
 from stepquant.passes.progress import Progress
 from stepquant.recipe import Recipe
 from stepquant.small_operations import keep_freed_memory
@@ -100,7 +100,7 @@ class Context:
         if settings.loading == "layerwise":
             return self.runner.loaded
         path = self._starting()
-        with explain_memory(self.recipe, self.geometry, "loading the model"), self.progress.step("load"):
+        with explain_memory(self, "load", "loading the model"), self.progress.step("load"):
             return load_model(
                 path, device=self.device, dtype=settings.dtype, device_map=settings.device_map,
                 weights=settings.weights, trust_remote_code=settings.trust_remote_code,
@@ -113,7 +113,7 @@ class Context:
 
         settings = self.recipe.model
         path = self._starting()
-        with explain_memory(self.recipe, self.geometry, "loading embedding and norms"), self.progress.step("load"):
+        with explain_memory(self, "load", "loading embedding and norms"), self.progress.step("load"):
             return load_layerwise(path, device=self.device, dtype=settings.dtype, weights=settings.weights)
 
     def _starting(self) -> str:

@@ -13,7 +13,7 @@ from stepquant.passes.allocation import Allocation
 from stepquant.passes.context import Context
 from stepquant.passes.distortion import Distortion, PivotDistortion
 from stepquant.passes.gate_statistics import GateStatistics
-from stepquant.passes.memory import explain_memory
+from stepquant.passes.out_of_memory import explain_memory
 from stepquant.passes.pivots import Pivots
 from stepquant.passes.protocol import ObserverPass, Pass, Product
 from stepquant.passes.reuse import Reused, needs_states
@@ -180,7 +180,7 @@ class Pipeline(Mapping[str, Product]):
             key = hash_json([self.cache_keys[p.name] for p in missing])
             _ = self.context.model  # loaded outside the trace's own time
             title = f"trace ({', '.join(p.name for p in missing)})"
-            with self._explained(title), self.context.progress.step(title, self.context.data.segments.numel()):
+            with self._explained("trace", title), self.context.progress.step(title, self.context.data.segments.numel()):
                 products = run_observers(self.context, missing, key)
                 for made, product in products.items():
                     self.context.cache.store(made, self.cache_keys[made], product)
@@ -206,8 +206,8 @@ class Pipeline(Mapping[str, Product]):
             self.context.progress.reuse(name)
         return found
 
-    def _explained(self, name: str) -> AbstractContextManager[None]:
-        return explain_memory(self.context.recipe, self.context.geometry, name)
+    def _explained(self, name: str, doing: str | None = None) -> AbstractContextManager[None]:
+        return explain_memory(self.context, name, doing or name)
 
     def artifact_products(self) -> dict[str, tuple[str, Product]]:
         """What goes into tables.safetensors: statistics and distortions with their keys, no state samples."""

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from stepquant.models.layerwise import LayerDone
 
 
+SEGMENTS_DONE = "segments_done"
+
+
 def run_observers(context: Context, passes: Sequence[ObserverPass], key: str) -> dict[str, Product]:
     """Run the model once for all `passes`.
 
@@ -63,16 +66,15 @@ def trace_bytes(context: Context) -> int:
 
 def _run_batches(context: Context, observations: dict[str, Observation], key: str) -> None:
     segments, batch = context.data.segments, context.recipe.data.batch
-    done = _restore(context, observations, key)
-    starts = list(range(0, segments.shape[0], batch))
-    with context.progress.bar("trace", len(starts), done) as bar:
-        for index in range(done, len(starts)):
-            rows = range(starts[index], min(starts[index] + batch, segments.shape[0]))
+    total, done = segments.shape[0], _restore(context, observations, key)
+    with context.progress.bar("trace", total, done) as bar:
+        for start in range(done, total, batch):
+            rows = range(start, min(start + batch, total))
             watch_batch(context, segments[rows.start : rows.stop], rows, list(observations.values()))
-            bar.advance()
-            if index + 1 < len(starts):
+            bar.advance(len(rows))
+            if rows.stop < total:
                 state = _accumulators(observations)
-                context.cache.store_partial(key, {**state, "done": torch.tensor(index + 1)})
+                context.cache.store_partial(key, {**state, SEGMENTS_DONE: torch.tensor(rows.stop)})
 
 
 def watch_batch(context: Context, tokens: torch.Tensor, rows: range, observations: Sequence[Observation]) -> None:
@@ -152,12 +154,13 @@ def _put_back(observations: dict[str, Observation], saved: dict[str, torch.Tenso
 
 
 def _restore(context: Context, observations: dict[str, Observation], key: str) -> int:
-    """Batches done by an interrupted run whose accumulators and files are all there."""
+    """Segments done by an interrupted run whose accumulators and files are all there; its batches may have been of
+    another size."""
     saved = context.cache.load_partial(key)
     if saved is None or any(getattr(observation, "fresh", False) for observation in observations.values()):
         return 0
-    if not _put_back(observations, saved):
+    if SEGMENTS_DONE not in saved or not _put_back(observations, saved):
         return 0
-    done = int(saved["done"])
-    context.progress.say(f"resuming the trace after {done} batches")
+    done = int(saved[SEGMENTS_DONE])
+    context.progress.say(f"resuming the trace after {done} segments")
     return done

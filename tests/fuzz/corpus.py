@@ -114,7 +114,7 @@ class Corpus:
             store.write(layer, "x", 0, values)
             spilled[f"x.{layer}"] = values
         cache.store("spilled", KEY, store.finish({"count": 4}))
-        partial = {"gates/sum": torch.rand(5), "done": torch.tensor(3)}
+        partial = {"gates/sum": torch.rand(5), "segments_done": torch.tensor(3)}
         cache.store_partial(KEY, partial)
         reached = Reached(2, (torch.rand(2, 3), None), {"gates/sum": torch.rand(4)})
         progress = root / "progress"
