@@ -133,3 +133,28 @@ def contain(out: Tensor, slots: Tensor, pages: Tensor, table: Tensor, counter: T
     pages[bad] = 0
     table[2, bad] = 0
     counter += len(bad)
+
+
+@triton.jit
+def _quiet_rows(rows, stride, columns, flags, BLOCK: tl.constexpr):
+    """Flag row i if its first value is NaN, and fill it with zeros."""
+    i = tl.program_id(0).to(tl.int64)
+    first = tl.load(rows + i * stride).to(tl.float32)
+    bad = first != first
+    tl.store(flags + i, bad)
+    if bad:
+        for start in range(0, columns, BLOCK):
+            o = start + tl.arange(0, BLOCK)
+            tl.store(rows + i * stride + o, tl.full([BLOCK], 0, rows.dtype.element_ty), mask=o < columns)
+
+
+def quiet_rows(logits: Tensor) -> Tensor:
+    """Fill rows of logits `[B, V]` (contiguous rows) that begin with NaN with zeros; bool `[B]` says which."""
+    if not logits.is_cuda:
+        bad = logits[:, 0].isnan()
+        logits[bad] = 0
+        return bad
+    flags = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
+    if len(logits):
+        _quiet_rows[(len(logits),)](logits, logits.stride(0), logits.shape[1], flags, BLOCK=1024, num_warps=4)
+    return flags

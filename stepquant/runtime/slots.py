@@ -240,6 +240,10 @@ class SlotStore:
             self.table[PENDING].index_fill_(0, index, 0)
             self._nonfinite += self._bad[here].sum().int()
 
+    def failed(self, first: int, count: int) -> Tensor:
+        """Which requests at places `first` on of `begin_extend` had a state that was not finite so far, bool `[n]`."""
+        return self._bad[first : first + count]
+
     def write_snapshots(self, layer: int, slots: Tensor, states: Tensor, last: bool) -> None:
         """States `[n, H, V, K]` of whole chunks, kept for the prefix cache; `last` after the last layer. Chunks are
         multiples of every window length, so a snapshot's phase is 0."""

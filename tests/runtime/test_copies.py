@@ -97,3 +97,18 @@ def test_containment(kernels: ModuleType, value: float) -> None:
     assert torch.equal(table, table_expected)
     assert bool((pages[5] == 0).all())
     assert bool((pages[:5] > 0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quiet_rows(kernels: ModuleType, dtype: torch.dtype) -> None:
+    rows = torch.randn(4, 3000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows[1], rows[2, 5] = torch.nan, torch.nan  # what a broken state does to logits; a single one is the sampler's
+    padded = torch.full((4, 3100), 7, dtype=dtype)
+    padded[:, :3000] = rows
+    flags = torch.ones(4, dtype=torch.bool)
+    kernels._quiet_rows[(4,)](padded, 3100, 3000, flags, BLOCK=1024)
+    assert flags.tolist() == [False, True, False, False]
+    assert torch.equal(plain.quiet_rows(rows), flags)
+    assert torch.equal(padded[:, :3000].nan_to_num(9), rows.nan_to_num(9))
+    assert bool((padded[1, :3000] == 0).all())
+    assert bool((padded[:, 3000:] == 7).all())

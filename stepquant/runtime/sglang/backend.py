@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stepquant.errors import BackendError
 from stepquant.runtime.copies import copy_rows
+from stepquant.runtime.sglang.failures import poison
 from stepquant.runtime.sglang.pool import PackedStates, store_of
 from stepquant.runtime.sglang.state import WORKSPACE_STATES
 
@@ -97,7 +98,7 @@ class PackedKernel:
             q, k, v, g, beta, ssm_states=workspace, cache_indices=places, query_start_loc=query_start_loc, **kwargs
         )
         store.extend_layer(layer, slots, workspace, first)
-        return result
+        return poison(result, store.failed(first, len(slots)), query_start_loc) if states.last else result
 
     def target_verify(self, *_: Any, **__: Any) -> NoReturn:
         """Raises BackendError: drafts are not served."""

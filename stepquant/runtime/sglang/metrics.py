@@ -21,6 +21,7 @@ GAUGES = {
     "compression": "Bytes of FP32 states over packed bytes",
     "requests": "Most running requests",
     "nonfinite_states": "States that were not finite and were reset",
+    "failed_requests": "Requests that were ended because their logits were not finite",
 }
 _gauges: dict[str, Any] = {}
 
@@ -33,11 +34,8 @@ def figures(pool: Any) -> dict[str, Any]:
     found = {**current().report, "nonfinite_states": store.nonfinite, "plan": current().directory.name}
     if found["nonfinite_states"] > current().report.get("nonfinite_logged", 0):
         current().report["nonfinite_logged"] = found["nonfinite_states"]
-        logger.warning(
-            f"stepquant: {found['nonfinite_states']} states were not finite and started again from zero; other "
-            "requests are not affected"
-        )
-    return found
+        logger.warning(f"stepquant: {found['nonfinite_states']} states were not finite so far; each was reset to zero")
+    return {**found, "failed_requests": found.get("failed_requests", 0)}
 
 
 def internal_state(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:

@@ -57,7 +57,7 @@ def install(state: PluginState) -> None:
 
 def functions(state: PluginState) -> dict[str, Callable[..., Any]]:
     """The plugin's functions by the names of the version table."""
-    from stepquant.runtime.sglang import backend, metrics, pool, sizing
+    from stepquant.runtime.sglang import backend, failures, metrics, pool, sizing
 
     targets = state.version.targets
     clearing = pool.clear_allocated if targets["clear"].path.endswith(".alloc") else pool.clear_slots
@@ -67,7 +67,8 @@ def functions(state: PluginState) -> dict[str, Callable[..., Any]]:
         "load": pool.load, "finished": finishing, "forward_metadata": backend.forward_metadata,
         "track_decode": backend.track_decode, "track_extend": backend.track_extend, "gdn": backend.gdn_dispatcher,
         "kda": backend.kda_dispatcher, "sizing": sizing.size_states, "arguments": check_server,
-        "internal_state": metrics.internal_state, "decode_stats": metrics.decode_stats,
+        "internal_state": metrics.internal_state, "decode_stats": metrics.decode_stats, "sample": failures.sample,
+        "decoded": failures.decoded, "prefilled": failures.prefilled,
     }  # fmt: skip
 
 

@@ -51,6 +51,12 @@ _COMMON = {
     "load": Target(f"{_POOL}.load_cpu_copy", ("self", "mamba_cache_cpu", "indices")),
     "forward_metadata": Target(f"{_BASE}._forward_metadata", ("self", "forward_batch")),
 }
+_SAMPLE = ("self", "logits_output", "sampling_info", "return_logprob", "top_logprobs_nums", "token_ids_logprobs",
+           "positions")  # fmt: skip
+_RESULT = ("self", "batch", "result")
+_SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
+_OUTPUT_12 = "sglang.srt.managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"
+_OUTPUT_23 = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 _POOL_ARGUMENTS = ("self", "size", "spec_state_size", "cache_params", "mamba_layer_ids", "device",
                    "enable_memory_saver", "speculative_num_draft_tokens")  # fmt: skip
 _TRACK = ("self", "forward_batch", "conv_states", "ssm_states", "cache_indices")
@@ -86,6 +92,9 @@ VERSIONS = {
                     "sglang.srt.observability.scheduler_metrics_mixin.SchedulerMetricsMixin.report_decode_stats",
                     ("self", "can_run_cuda_graph", "running_batch", "num_correct_drafts"),
                 ),
+                "sample": Target(_SAMPLER, _SAMPLE),
+                "decoded": Target(f"{_OUTPUT_12}.process_batch_result_decode", _RESULT),
+                "prefilled": Target(f"{_OUTPUT_12}.process_batch_result_prefill", _RESULT),
             },
             "sglang.srt.configs.mamba_utils.BaseLinearStateParams", ("mamba_pool_idx",), {},
             {"SGLANG_ENABLE_UNIFIED_RADIX_TREE": "the unified prefix cache of this version is not hooked"},
@@ -130,6 +139,9 @@ VERSIONS = {
                     ".report_decode_stats",
                     ("self", "can_run_cuda_graph", "running_batch", "num_generated_tokens"),
                 ),
+                "sample": Target(_SAMPLER, (*_SAMPLE, "logprob_logits")),
+                "decoded": Target(f"{_OUTPUT_23}.process_batch_result_decode", _RESULT),
+                "prefilled": Target(f"{_OUTPUT_23}.process_batch_result_prefill", _RESULT),
             },
             "sglang.srt.configs.mamba_utils.BaseLinearStateParams", ("kv", "mamba_pool_idx"),
             {"SGLANG_DISABLE_KDA_PREFILL_GRAPH_EXTEND": "1"}, {},

@@ -216,6 +216,34 @@ def test_prefill_tracks_chunk_states_and_final_states() -> None:
     assert store.table[:, 6].tolist() == [-1, 0, 0]
 
 
+@pytest.mark.parametrize("outputs_only", [False, True])
+def test_a_prefill_whose_state_is_not_finite_says_so_in_its_outputs(outputs_only: bool) -> None:
+    """A state that overflowed in one layer after its last output: zero in the page, NaN in the request's outputs."""
+
+    class Overflows(Native):
+        def extend(self, *args: Any, **kwargs: Any) -> Any:
+            result = super().extend(*args, **kwargs)
+            kwargs["ssm_states"][1, 0, 3, 3] = torch.inf
+            return result
+
+    store, slots, lengths = store_of(), torch.tensor([1, 2, 4], dtype=torch.int32), [5, 70, 3]
+    begin(store, slots, lengths)
+    x, where = tokens(lengths), torch.tensor([0, 5, 75, 78], dtype=torch.int32)
+    for layer in range(LAYERS):
+        native = (Overflows if layer == 0 else Native)(outputs_only)
+        found = PackedKernel(native).extend(
+            **x, ssm_states=states_of(store, layer), cache_indices=slots, query_start_loc=where
+        )
+        out = found if outputs_only else found[0]
+        expected = torch.zeros(78, dtype=torch.bool)
+        expected[5:75] = layer == LAYERS - 1  # after the last layer, so that every layer before it is looked at
+        assert torch.equal(out[0].isnan().all((1, 2)), expected)
+        assert torch.equal(out[0].isnan().any(2).any(1), expected)
+    assert bool((store.page(0)[2] == 0).all())
+    assert not bool((store.page(0)[[1, 4]] == 0).all())
+    assert store.nonfinite == 1
+
+
 def test_anything_but_packed_states_is_refused() -> None:
     kernel, plain = PackedKernel(Native()), torch.zeros(3, HEADS, V, K)
     with pytest.raises(BackendError, match="the state pool is a Tensor, not packed"):

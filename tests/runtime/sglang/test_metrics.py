@@ -50,7 +50,8 @@ def test_server_info_has_the_pool(scheduler: SimpleNamespace) -> None:
     answer = metrics.internal_state(lambda *_: SimpleNamespace(internal_state={"a": 1}), scheduler, None)
     assert answer.internal_state["a"] == 1
     assert answer.internal_state["stepquant"] == {
-        "slots": 4, "slot_bytes": 123, "compression": 5.0, "nonfinite_states": 0, "plan": "nowhere",
+        "slots": 4, "slot_bytes": 123, "compression": 5.0, "nonfinite_states": 0, "failed_requests": 0,
+        "plan": "nowhere",
     }  # fmt: skip
     other = SimpleNamespace(req_to_token_pool=SimpleNamespace(mamba_pool=None))
     answer = metrics.internal_state(lambda *_: SimpleNamespace(internal_state={}), other, None)
