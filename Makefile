@@ -1,17 +1,17 @@
 # make demo | test | lint | format | typecheck | hooks | clean
 #
-# Each target makes the environment that it needs on first use: .venv, CPU torch, the package and its development tools.
+# Each target makes the environment that it needs on first use: .venv with the packages of requirements/*.lock, checked by
+# hash, torch's CPU build among them (requirements/install.sh; other systems and Pythons get what pyproject.toml allows).
 #   VENV=DIR      another environment, created if it is not there; one that exists keeps its torch, triton, transformers
 #   PYTHON=EXE    an interpreter that has everything already; nothing is installed
-#   TORCH=SPEC    what a new environment installs as torch, with options of pip, e.g.
+#   TORCH=SPEC    what is installed as torch where there is none, with options of pip, e.g.
 #                 TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 #   BASE=EXE      the interpreter that creates the environment (3.11 or newer)
 VENV ?= .venv
 BASE ?= python3
-TORCH ?= torch==2.13.0
+export TORCH
 TESTS ?= tests
 WORKERS ?= 2
-PIP_FLAGS ?= --quiet --disable-pip-version-check
 
 ifdef PYTHON
 RUN := $(PYTHON)
@@ -51,17 +51,9 @@ hooks: $(READY)
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
-$(VENV)/.stepquant-ready: pyproject.toml setup.py requirements/ci.txt
+$(VENV)/.stepquant-ready: pyproject.toml setup.py $(wildcard requirements/*)
 	@if [ ! -x $(VENV)/bin/python ]; then \
 		echo "creating $(VENV)" && $(BASE) -m venv $(VENV) && touch $(VENV)/.stepquant-made; \
 	fi
-	@if ! $(RUN) -c "import torch" 2>/dev/null; then \
-		echo "installing $(TORCH) (choose another with TORCH=...)" && $(RUN) -m pip install $(PIP_FLAGS) $(TORCH); \
-	fi
-	@echo "installing stepquant and its development tools"
-	@if [ -e $(VENV)/.stepquant-made ]; then \
-		$(RUN) -m pip install $(PIP_FLAGS) --constraint requirements/ci.txt --editable ".[dev]"; \
-	else \
-		$(RUN) -m pip install $(PIP_FLAGS) --editable ".[dev]"; \
-	fi
+	@requirements/install.sh $(RUN) $$(test -e $(VENV)/.stepquant-made && echo locked || echo ranges)
 	@touch $@
