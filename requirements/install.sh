@@ -31,7 +31,7 @@ if ! "$python" -c "import torch" 2>/dev/null; then
         echo "installed the CPU build of requirements/torch.lock"
     else
         torch=$(sed -n 's/^\(torch==[0-9.]*\).*/\1/p' "$here/torch.lock")
-        echo "installing $torch as pip finds it, not checked by hash: pip's indexes have no file of requirements/torch.lock" \
+        echo "installing $torch as pip finds it, not checked by hash: it found no file of requirements/torch.lock" \
             "(PyPI's build for CUDA takes 3 GB and its own triton; TORCH=... chooses another)"
         pip install "$torch"
     fi

@@ -94,3 +94,68 @@ def test_the_lock_has_a_hash_for_everything_that_is_pinned() -> None:
         return re.sub(r"[-_.]+", "-", name).lower()
 
     assert {(plain(n), v) for n, v in pinned} == {(plain(n), v) for n, v, _ in entries}
+
+
+INSTALL = ROOT / "requirements" / "install.sh"
+HASHED = "install --require-hashes --no-deps"
+
+
+def install(
+    place: Path, mode: str, *, fits: bool, has_torch_file: bool = True, fail: str = ""
+) -> tuple[int, list[str]]:
+    """Exit code of install.sh and the arguments that pip was given, with an interpreter that only writes them down."""
+    python, log = place / "python", place / "log"
+    torch_lock = "exit 0" if has_torch_file else "exit 1"
+    python.write_text(
+        f"""#!/bin/sh
+        case "$*" in
+            *"import torch"*) exit 1;;
+            *sys.version_info*) echo {fits};;
+            *"import platform"*) echo "Python 3.99.0 vax VMS";;
+            *) echo "$*" >> {log}
+               case "$*" in *"{fail or "nothing at all"}"*) exit 1;; *torch.lock*) {torch_lock};; esac;;
+        esac
+        """
+    )
+    python.chmod(0o755)
+    done = subprocess.run([str(INSTALL), str(python), mode], capture_output=True, text=True, cwd=ROOT)
+    calls = [line.replace("-m pip --disable-pip-version-check --quiet ", "") for line in log.read_text().splitlines()]
+    return done.returncode, [done.stdout, *(call.replace(str(INSTALL.parent) + "/", "") for call in calls)]
+
+
+def test_a_new_environment_is_installed_by_hash(tmp_path: Path) -> None:
+    code, (said, *calls) = install(tmp_path, "locked", fits=True)
+    assert code == 0
+    assert calls == [
+        f"{HASHED} --requirement build.lock", f"{HASHED} --no-build-isolation --requirement ci.lock",
+        f"{HASHED} --requirement torch.lock", "install --no-deps --no-build-isolation --editable .", "check",
+    ]  # fmt: skip
+    assert "checked by hash" in said
+
+
+@pytest.mark.parametrize("fail", ["build.lock", "ci.lock", "quiet check"])
+def test_a_package_that_does_not_match_its_hash_is_the_end(fail: str, tmp_path: Path) -> None:
+    code, (_, *calls) = install(tmp_path, "locked", fits=True, fail=fail)
+    assert code != 0
+    assert fail.split()[-1] in calls[-1]
+
+
+def test_where_the_lock_does_not_fit_it_says_so(tmp_path: Path) -> None:
+    code, (said, *calls) = install(tmp_path, "locked", fits=False)
+    assert code == 0
+    assert re.search(r"is for Python 3\.11 on x86-64 Linux, this is Python 3\.99\.0 vax VMS: .*nothing pinned", said)
+    assert calls == ["install torch==2.13.0", "install --editable .[dev]"]
+
+
+def test_where_pip_has_no_cpu_torch_it_says_so(tmp_path: Path) -> None:
+    code, (said, *calls) = install(tmp_path, "locked", fits=True, has_torch_file=False)
+    assert code == 0
+    assert "installing torch==2.13.0 as pip finds it, not checked by hash" in said
+    assert calls[3] == "install torch==2.13.0"
+
+
+def test_ci_takes_torch_by_hash_or_fails() -> None:
+    ci, makefile = (ROOT / ".ci" / "run").read_text(), (ROOT / "Makefile").read_text()
+    assert 'TORCH="--require-hashes --no-deps --requirement requirements/torch.lock" || exit 1' in ci
+    assert "requirements/install.sh" in makefile
+    assert "pip install" not in ci + makefile
