@@ -1,8 +1,10 @@
 """Real SGLang on a GPU with the plugin: does it answer as FP32 states do, does it leak, what fits, how fast is it.
 
-    python benchmarks/serving.py OUT SELECTION... (jobs by name; each an engine in its own process, side by side)
+    python benchmarks/serving.py OUT SELECTION... (jobs of serving_jobs.py by name; each a server in its own process)
 
-Plans and checkpoints lie under $SERVING_DIR: plans/gdn_6, models/tiny_gdn, ... Results go to OUT/<job>.json.
+Plans and checkpoints lie under $SERVING_DIR: plans/gdn_6, models/tiny_gdn, ... Jobs run side by side, $SERVING_LIMIT
+seconds at most (150); those that measure time wait until all others have ended and then run one by one. Results go to
+OUT/<job>.json, logs beside them.
 """
 
 from __future__ import annotations
@@ -20,105 +22,102 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import serving_plugin
+from serving_jobs import COMMON, JOBS, Job
+
 ROOT = Path(os.environ.get("SERVING_DIR", "."))
-COMMON: dict[str, Any] = {
-    "skip_tokenizer_init": True, "enable_multimodal": False, "attention_backend": "triton",
-    "sampling_backend": "pytorch", "grammar_backend": "none", "disable_piecewise_cuda_graph": True,
-    "cuda_graph_max_bs": 32, "max_running_requests": 48, "max_total_tokens": 65536, "mem_fraction_static": 0.3,
-    "random_seed": 0, "log_level": "info", "chunked_prefill_size": 256, "max_mamba_cache_size": 300,
-}  # fmt: skip
-OFF = {"disable_radix_cache": True, "max_mamba_cache_size": None}
-EXTRA = {"mamba_scheduler_strategy": "extra_buffer"}
-SMALL = {"max_mamba_cache_size": 60, "max_running_requests": 12, "max_total_tokens": 4096}
-SIZED = {
-    "max_mamba_cache_size": None,
-    "max_running_requests": None,
-    "max_total_tokens": None,
-    "cuda_graph_max_bs": 8,
-    "mem_fraction_static": 0.1,
-}
-FAST = {
-    **OFF, "max_running_requests": 512, "cuda_graph_max_bs": 512, "cuda_graph_bs": [32, 128, 512],
-    "max_total_tokens": 300000, "chunked_prefill_size": 8192, "load_format": "dummy",
-}  # fmt: skip
-
-# name: model, plan, engine arguments, tasks
-JOBS: dict[str, tuple[str, str | None, dict[str, Any], tuple[str, ...]]] = {
-    "gdn_fp32": ("tiny_gdn", None, OFF, ("decode", "score:gdn_fp32,gdn_8,gdn_6,gdn_4")),
-    "gdn_8": ("tiny_gdn", "gdn_8", OFF, ("decode",)),
-    "gdn_6": ("tiny_gdn", "gdn_6", OFF, ("decode", "prefixes_off")),
-    "gdn_4": ("tiny_gdn", "gdn_4", OFF, ("decode",)),
-    "gdn_6_tp2": ("tiny_gdn", "gdn_6", {**OFF, "tp_size": 2}, ("decode",)),
-    "gdn_6_no_buffer": ("tiny_gdn", "gdn_6", {}, ("prefixes_on",)),
-    "gdn_6_extra_buffer": ("tiny_gdn", "gdn_6", EXTRA, ("prefixes_on",)),
-    "gdn_6_no_buffer_stress": ("tiny_gdn", "gdn_6", SMALL, ("stress",)),
-    "gdn_6_extra_buffer_stress": ("tiny_gdn", "gdn_6", {**SMALL, **EXTRA}, ("stress",)),
-    "gdn_6_off_stress": ("tiny_gdn", "gdn_6", {**SMALL, **OFF}, ("stress",)),
-    "kda_fp32": ("tiny_kda512", None, OFF, ("decode", "score:kda_fp32,kda_8,kda_6,kda_4")),
-    "kda_8": ("tiny_kda512", "kda_8", OFF, ("decode",)),
-    "kda_6": ("tiny_kda512", "kda_6", OFF, ("decode",)),
-    "kda_4": ("tiny_kda512", "kda_4", OFF, ("decode",)),
-    "kda_6_stress": ("tiny_kda512", "kda_6", {**SMALL, **OFF}, ("stress",)),
-    "size_fp32": ("tiny_gdn", None, SIZED, ()),
-    "size_6": ("tiny_gdn", "gdn_6", SIZED, ()),
-    "size_4": ("tiny_gdn", "gdn_4", SIZED, ()),
-    "fast_fp32": ("qwen4l", None, FAST, ("throughput",)),
-    "fast_bf16": ("qwen4l", None, {**FAST, "mamba_ssm_dtype": "bfloat16"}, ("throughput",)),
-    "fast_6": ("qwen4l", "qwen_6", FAST, ("throughput",)),
-    "fast_4": ("qwen4l", "qwen_4", FAST, ("throughput",)),
-}
+FIRST_PORT = 31200
 
 
-def model_of(name: str) -> str:
-    """The checkpoint of a job."""
-    return JOBS[name][0]
+class Results:
+    """What a job found so far, in its file after every task."""
+
+    def __init__(self, name: str, out: Path) -> None:
+        job = JOBS[name]
+        self.path = out / f"{name}.json"
+        self.found: dict[str, Any] = {"job": name, "plan": job.plan, "arguments": {**COMMON, **job.arguments}}
+
+    def keep(self, **more: Any) -> None:
+        """Add to the file."""
+        self.found.update(more)
+        self.path.write_text(json.dumps(self.found, default=str, indent=1))
 
 
-def run_job(name: str, out: Path) -> None:
-    """One engine: start, tasks, figures, results after every task."""
+def run_engine(name: str, job: Job, out: Path, results: Results) -> None:
+    """One `sglang.Engine`: start, tasks, figures."""
     import serving_tasks as tasks
-
-    model, plan, extra, wanted = JOBS[name]
-    result: dict[str, Any] = {"job": name, "plan": plan, "arguments": {**COMMON, **extra}}
-
-    def keep(**more: Any) -> None:
-        result.update(more)
-        (out / f"{name}.json").write_text(json.dumps(result, default=str, indent=1))
-
     import sglang
 
     t = time.time()
-    engine = sglang.Engine(model_path=str(ROOT / "models" / model), **{**COMMON, **extra})
-    keep(start_s=round(time.time() - t, 1))
-    print(f"STARTED {name} {result['start_s']}", flush=True)
-    keep(figures=tasks.server_figures(engine))
-    for task in wanted:
+    engine = sglang.Engine(model_path=str(ROOT / "models" / job.model), **{**COMMON, **job.arguments})
+    results.keep(start_s=round(time.time() - t, 1))
+    print(f"STARTED {name} {results.found['start_s']}", flush=True)
+    results.keep(figures=tasks.server_figures(engine))
+    for task in job.tasks:
         task, _, argument = task.partition(":")
         t = time.time()
         if task == "score":
-            scores = {}
-            for other in set(argument.split(",")) & set(os.environ["SERVING_JOBS"].split()):
-                path = out / f"{other}.npz"
-                deadline = time.time() + 150
-                while not path.exists() and time.time() < deadline:
-                    time.sleep(0.5)
-                if path.exists():
-                    time.sleep(0.5)
-                    scores[other] = tasks.score(engine, path)
-                    print(f"SCORE {other} {scores[other]}", flush=True)
-            keep(scores=scores)
+            results.keep(scores=scored(tasks, engine, out, argument.split(",")))
         elif task == "decode":
-            keep(decode=tasks.decode(engine, out / name))
+            results.keep(decode=tasks.decode(engine, out / name))
         elif task.startswith("prefixes"):
-            keep(prefixes=tasks.prefixes(engine, task == "prefixes_on"))
+            results.keep(prefixes=tasks.prefixes(engine, task == "prefixes_on"))
         elif task == "throughput":
             with quiet(out):
-                keep(throughput=tasks.throughput(engine))
+                results.keep(throughput=tasks.throughput(engine, Path(os.environ[serving_plugin.STEPS])))
         else:
-            keep(**{task: getattr(tasks, task)(engine)})
+            results.keep(**{task: getattr(tasks, task)(engine)})
         print(f"DONE {name} {task} {time.time() - t:.1f} s", flush=True)
-    keep(figures_after=tasks.server_figures(engine))
+    results.keep(figures_after=tasks.server_figures(engine))
     engine.shutdown()
+
+
+def scored(tasks: Any, engine: Any, out: Path, names: list[str]) -> dict[str, Any]:
+    """Teacher-forced scores of those jobs that were started, as their tokens come."""
+    found, wanted = {}, set(names) & set(os.environ["SERVING_JOBS"].split())
+    deadline = time.time() + float(os.environ.get("SERVING_LIMIT", "150")) - 30
+    while wanted and time.time() < deadline:
+        for name in sorted(wanted):
+            if (out / f"{name}.npz").exists():
+                time.sleep(0.5)
+                found[name] = tasks.score(engine, out / f"{name}.npz")
+                print(f"SCORE {name} {found[name]}", flush=True)
+                wanted.remove(name)
+        time.sleep(0.5)
+    return found
+
+
+def run_http(name: str, job: Job, out: Path, results: Results) -> None:
+    """One HTTP server: start, tasks, end; the exit code counts as a result."""
+    import serving_http
+    import serving_traffic
+
+    assert job.http is not None
+    assert job.plan is not None
+    arguments = {**COMMON, **job.arguments}
+    if job.http == "serve":
+        del arguments["enable_multimodal"]  # SGLang has no flag to switch it off
+    port = FIRST_PORT + list(JOBS).index(name)
+    place, t = ROOT / "models" / job.model, time.time()
+    server = serving_http.start(job.http, place, ROOT / "plans" / job.plan, arguments, port, out / f"{name}.server.log")
+    try:
+        started = server.wait(150)
+        results.keep(started=started, start_s=round(time.time() - t, 1))
+        print(f"STARTED {name} {started} {results.found['start_s']}", flush=True)
+        for task in job.tasks if started else ():
+            t = time.time()
+            extra = (int(arguments["max_total_tokens"]),) if task == "hard" else ()
+            results.keep(**{task: getattr(serving_traffic, task)(server, *extra)})
+            print(f"DONE {name} {task} {time.time() - t:.1f} s", flush=True)
+    finally:
+        results.keep(exit_code=server.stop())
+        print(f"DONE {name} exit code {results.found['exit_code']}", flush=True)
+
+
+def run_job(name: str, out: Path) -> None:
+    """One job in this process."""
+    run = run_engine if JOBS[name].http is None else run_http
+    run(name, JOBS[name], out, Results(name, out))
 
 
 @contextmanager
@@ -131,34 +130,42 @@ def quiet(out: Path) -> Iterator[None]:
         yield
 
 
+def environment_of(name: str, names: list[str], out: Path, gpu: int) -> dict[str, str]:
+    """A job's environment: its GPU, its plan, the check's own plugin."""
+    job, found = JOBS[name], dict(os.environ)
+    if job.arguments.get("tp_size", 1) == 1 or serving_plugin.ONE_GPU in job.environment:
+        found["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    for variable in ("STEPQUANT_PLAN", "STEPQUANT_ACCEPT"):
+        found.pop(variable, None)
+    found.update(job.environment, SERVING_JOBS=" ".join(names))
+    if serving_plugin.STEPS in job.environment:
+        found[serving_plugin.STEPS] = str(out / f"{name}.steps")
+    found["PYTHONPATH"] = os.pathsep.join([str(out / "plug"), str(Path(__file__).parent), found.get("PYTHONPATH", "")])
+    if job.plan is not None:
+        found["STEPQUANT_ACCEPT"] = job.accept
+        found["STEPQUANT_PLAN"] = str((ROOT / "plans" / job.plan).resolve())
+    return found
+
+
 def main() -> None:
     """Start the selected jobs side by side and wait for them."""
     if sys.argv[1] == "--job":
         run_job(sys.argv[2], Path(sys.argv[3]))
         return
-    out, limit = Path(sys.argv[1]), float(os.environ.get("SERVING_LIMIT", "150"))
-    begun, running = time.time(), {}
+    out, limit = Path(sys.argv[1]).resolve(), float(os.environ.get("SERVING_LIMIT", "150"))
+    begun, running, names = time.time(), {}, sys.argv[2:]
     gpus = int(os.environ.get("SERVING_GPUS", "1"))
-    for number, name in enumerate(sys.argv[2:]):
-        environment = dict(os.environ)
-        if JOBS[name][2].get("tp_size", 1) == 1:
-            environment["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
-        environment.pop("STEPQUANT_PLAN", None)
-        environment["SERVING_JOBS"] = " ".join(sys.argv[2:])
-        plan = JOBS[name][1]
-        if plan is not None:
-            environment["STEPQUANT_ACCEPT"] = "force" if model_of(name) == "qwen4l" else ""  # its plan is synthetic
-            environment["STEPQUANT_PLAN"] = str((ROOT / "plans" / plan).resolve())
-        log = (out / f"{name}.log").open("w")
-        command = [sys.executable, __file__, "--job", name, str(out)]
+    serving_plugin.install(out / "plug")
+    for number, name in enumerate(names):
         running[name] = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+            [sys.executable, __file__, "--job", name, str(out)], env=environment_of(name, names, out, number % gpus),
+            stdout=(out / f"{name}.log").open("w"), stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
         time.sleep(float(os.environ.get("SERVING_STAGGER", "0.5")))
     while running and time.time() - begun < limit:
         for name in [n for n, p in running.items() if p.poll() is not None]:
             print(f"[{time.time() - begun:.0f} s] {name} ended with {running.pop(name).returncode}", flush=True)
-        if all(name.startswith("fast") for name in running):
+        if all("throughput" in JOBS[name].tasks for name in running):
             (out / "quiet").touch()
         time.sleep(0.5)
     for name, process in running.items():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from serving_steps import RUNS, WARM_UPS, figures, read_segments, run_figures
 
 VOCABULARY = 320
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -138,22 +139,49 @@ def stress(engine: Any, requests: int = 200, seed: int = 3) -> dict[str, Any]:
     return {**counts, "seconds": round(seconds, 1), "probe_unchanged": before == after}
 
 
-def throughput(engine: Any, batches: Sequence[int] = (32, 128, 512), new: int = 256) -> dict[str, Any]:
-    """Decode steps a second: the time of 256 new tokens less that of 1, after one warm-up; median of two."""
+def throughput(engine: Any, steps: Path, batches: Sequence[int] = (32, 128, 512), new: int = 256) -> dict[str, Any]:
+    """Decode throughput of a batch of the same prompt of 128 tokens, by the steps that the plugin writes to `steps`."""
+    ranks = engine.server_args.tp_size
     found = {}
     for batch in batches:
-        prompts = texts(batch, 128, seed=batch)
-        times: dict[int, list[float]] = {1: [], new: []}
-        for repeat in range(3):
-            for count in times:
-                t = time.time()
-                engine.generate(input_ids=prompts, sampling_params={**GREEDY, "max_new_tokens": count})
-                if repeat:
-                    times[count].append(time.time() - t)
-        step = (float(np.median(times[new])) - float(np.median(times[1]))) / (new - 1)
-        found[str(batch)] = {"step_ms": round(1e3 * step, 4), "tokens_per_s": round(batch / step)}
+        prompts, runs = texts(1, 128, seed=9) * batch, []
+        for _ in range(WARM_UPS + RUNS):
+            before = [len(read_segments(Path(f"{steps}.{rank}"))) for rank in range(ranks)]
+            engine.generate(input_ids=prompts, sampling_params={**GREEDY, "max_new_tokens": new})
+            engine.generate(input_ids=prompts[0], sampling_params={**GREEDY, "max_new_tokens": 1})  # ends the run
+            time.sleep(0.3)
+            runs.append([
+                run_figures(read_segments(Path(f"{steps}.{rank}"))[before[rank] :], batch) for rank in range(ranks)
+            ])  # fmt: skip
+        found[str(batch)] = figures(runs[WARM_UPS:])
         print(f"RATE {batch} {json.dumps(found[str(batch)])}", flush=True)
     return found
+
+
+def broken(engine: Any, length: int = 333, new: int = 40) -> dict[str, Any]:
+    """A request whose state becomes NaN (SERVING_BREAK) beside others: it ends with an error, they do not."""
+    others, bad = texts(6, 40, seed=20), texts(1, length, seed=21)[0]  # all others in one chunk of the prefill
+
+    async def together(prompts: Sequence[list[int]], temperature: float) -> list[Any]:
+        sampling = {"temperature": temperature, "ignore_eos": True, "max_new_tokens": new}
+        calls = [engine.async_generate(input_ids=p, sampling_params=sampling) for p in prompts]
+        return list(await asyncio.gather(*calls, return_exceptions=True))
+
+    def ask(prompts: Sequence[list[int]], temperature: float = 0.0) -> list[Any]:
+        return engine.loop.run_until_complete(together(prompts, temperature))
+
+    alone, (*rest, error) = ask(others), ask([*others, bad])
+    *sampled, failed = ask([*others, bad], 1.0)
+    *later, again = ask([*others, bad])
+    ids = [[a["output_ids"] for a in x] for x in (alone, rest, later)]
+    return {
+        "error": f"{type(error).__name__}: {getattr(error, 'detail', error)}"[:400],
+        "status": getattr(error, "status_code", None), "ended_when_sampled": isinstance(failed, Exception),
+        "others_finished_when_sampled": sum(isinstance(a, dict) for a in sampled),
+        "ended_again": isinstance(again, Exception),
+        "others_same": sum(x == y for x, y in zip(ids[0], ids[1], strict=True)),
+        "others_same_later": sum(x == y for x, y in zip(ids[0], ids[2], strict=True)), "others": len(others),
+    }  # fmt: skip
 
 
 def server_figures(engine: Any) -> dict[str, Any]:
