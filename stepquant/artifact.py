@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from stepquant.errors import ArtifactError
 from stepquant.files import dump_tensors, hash_tensors, read_json, read_tensors, write_together
@@ -77,8 +78,12 @@ def write_artifact(
     Args:
         products: calibration products by name, with their keys.
         base_key: what the calibration depended on, so that a reuse can tell what still holds.
+
+    Raises:
+        ArtifactError: a table that is not finite, or a plan that contradicts itself.
     """
     tensors = {f"{name}/{item}": t for name, (_, product) in products.items() for item, t in product.tensors.items()}
+    _check_finite("the calibration's result", tensors, "check the checkpoint and data.source")
     head = {
         "base": base_key, "products": {n: {"key": key, "facts": p.facts} for n, (key, p) in products.items()},
         "plan_sha256": plan.hash, "tensors_sha256": hash_tensors(tensors),
@@ -94,7 +99,7 @@ def read_tables(directory: Path) -> tuple[dict[str, tuple[str, Product]], dict[s
     """Calibration products of an artifact with their keys, and what they depended on.
 
     Raises:
-        ArtifactError: when the tables are missing, damaged, hold NaN, or belong to another plan than the directory's.
+        ArtifactError: when the tables are missing, damaged, not finite, or belong to another plan than the directory's.
     """
     return read_whole(directory, lambda: _read_tables(directory))
 
@@ -120,10 +125,16 @@ def _read_tables(directory: Path) -> tuple[dict[str, tuple[str, Product]], dict[
         name, _, item = full.partition("/")
         if name not in products:
             raise ArtifactError(f"{path}: tensor {full} belongs to no product of the header; compile again")
-        if tensor.is_floating_point() and bool(tensor.isnan().any()):
-            raise ArtifactError(f"{path}: tensor {full} holds NaN; calibrate again")
         products[name][1].tensors[item] = tensor
+    _check_finite(str(path), tensors, "calibrate again")
     return products, base
+
+
+def _check_finite(where: str, tensors: Mapping[str, Tensor], remedy: str) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            found = "NaN" if bool(tensor.isnan().any()) else "infinities"
+            raise ArtifactError(f"{where}: tensor {name} holds {found}; expected finite numbers: {remedy}")
 
 
 def recipe_yaml(recipe: Recipe) -> str:

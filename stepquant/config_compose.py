@@ -24,7 +24,7 @@ from stepquant.config_overrides import expand, parse, refuse_repeated, written
 from stepquant.errors import RecipeError, closest
 from stepquant.recipe import flatten
 from stepquant.recipe_checks import suggest
-from stepquant.yaml_checks import MAX_RECIPE_BYTES, check_yaml
+from stepquant.yaml_checks import MAX_RECIPE_BYTES, check_yaml, refuse_resolvers
 
 GROUP = "recipe"
 _registered: dict[Path, tuple[int, int]] = {}
@@ -131,6 +131,7 @@ def _store(name: str, path: Path) -> DictConfig:
         raise RecipeError(f"recipe {str(path)!r} is no YAML that can be read: {_one_line(str(error))[:300]}") from None
     if not isinstance(node, DictConfig):
         raise RecipeError(f"recipe {str(path)!r} is not a mapping; expected keys such as budget: {{bits: 6}}")
+    refuse_resolvers(_container(node))
     ConfigStore.instance().store(group=GROUP, name=name, node=node, package="_global_", provider="stepquant")
     return node
 
@@ -174,6 +175,7 @@ def _compose(root: str, fixed: Sequence[Override], swept: Sequence[Override], fi
     hydra = config.hydra
     with open_dict(config):
         del config["hydra"]
+    refuse_resolvers(_container(config))
     explicit = [key for override in given for key in written(override)]
     labels = [_label(override, files) for override in swept]
     config = _sweep_paths(config, explicit, labels)

@@ -174,7 +174,10 @@ def _plain(config: Any) -> dict[str, Any]:
         from omegaconf import DictConfig, OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
+        from stepquant.yaml_checks import refuse_resolvers
+
         if isinstance(config, DictConfig):
+            refuse_resolvers(OmegaConf.to_container(config))
             try:
                 config = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
             except OmegaConfBaseException as error:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from stepquant.codec.spec import CodecSpec, four_level_fault
 from stepquant.errors import RecipeError
 
 if TYPE_CHECKING:
+    from stepquant.geometry import Geometry
     from stepquant.recipe import Recipe
 
 
@@ -59,5 +61,23 @@ def check_pivots(recipe: Recipe, unit: str) -> None:
     if granularity == 1:
         step, why = ranks, f"{ranks} tensor-parallel ranks cannot share equally"
     if count % step:
-        near = count - count % step or step
+        below = count - count % step
+        near = f"{below} or {below + step}" if below else str(step)
         raise RecipeError(f"pivots.count is {count}, which {why}; expected a multiple of {step}, such as {near}")
+
+
+def check_two_bits(recipe: Recipe, found: Geometry) -> None:
+    """Refuse, before anything is calibrated, two-bit heads that no kernel would take.
+
+    Raises:
+        RecipeError: with the candidates that would do.
+    """
+    heads = found.family == "gdn" and recipe.unit(found.family) == "head" and recipe.spatial.codec == "dual_axis"
+    uniform, candidates = recipe.allocation.mode == "uniform", recipe.candidates()
+    if not heads or 2 not in candidates or (uniform and recipe.budget.bits != 2):
+        return
+    if fault := four_level_fault(found.value_dim, CodecSpec().group):
+        others = [bits for bits in candidates if bits != 2]
+        key = "budget.bits is 2" if uniform else f"budget.candidates is {list(candidates)}"
+        remedy = "budget.bits=4" if uniform else f"budget.candidates=[{','.join(map(str, others or (4, 6, 8)))}]"
+        raise RecipeError(f"{key}, but {fault}; give {remedy}, or allocation.unit=row")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from stepquant.errors import RecipeError, closest
 from stepquant.geometry import Geometry
 from stepquant.recipe_checks import PRECISIONS
-from stepquant.recipe_conflicts import check_allocation, check_pivots
+from stepquant.recipe_conflicts import check_allocation, check_pivots, check_two_bits
 
 if TYPE_CHECKING:
     from stepquant.recipe import BudgetSettings, Recipe
@@ -243,6 +243,7 @@ def check_geometry(recipe: Recipe, found: Geometry) -> None:
             "use solver=ilp or solver=auto"
         )
     check_pivots(recipe, unit)
+    check_two_bits(recipe, found)
     ranks = recipe.target.tensor_parallel
     if found.num_heads % ranks:
         raise RecipeError(f"target.tensor_parallel is {ranks}, which does not divide the {found.num_heads} value heads")

@@ -134,12 +134,27 @@ def rewrite(directory: Path, tensors: dict[str, torch.Tensor] | None = None, **h
         ({"tensors_sha256": "0" * 64}, "do not match tensors_sha256 of the header"),
         ({"tensors": {"other/x": torch.zeros(1)}}, "other/x belongs to no product"),
         ({"tensors": {"distortion/row_error": torch.tensor([float("nan")])}}, "distortion/row_error holds NaN"),
+        (
+            {"tensors": {"distortion/row_error": torch.tensor([1.0, float("-inf")])}},
+            r"tables\.safetensors: tensor distortion/row_error holds infinities; expected finite numbers",
+        ),
     ],
 )  # fmt: skip
 def test_damaged_tables_are_refused(written, change, message):
     rewrite(written, **change)
     with pytest.raises(ArtifactError, match=message):
         read_tables(written)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_tables_that_are_not_finite_are_not_written(value, written):
+    before = content(written)
+    broken = {**PRODUCTS, "rollout": ("key3", Product({"rows": torch.tensor([0.0, value])}))}
+    with pytest.raises(
+        ArtifactError, match=r"tensor rollout/rows holds \w+; expected finite numbers: check the checkpo"
+    ):
+        write_artifact(written, small_plan(), compose_recipe("tiny_gdn_6bit"), broken, {})
+    assert content(written) == before
 
 
 def test_truncated_and_missing_tables_are_refused(written):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -231,6 +232,43 @@ def test_refusals_of_what_a_recipe_file_says(capsys, tmp_path, text, words):
     assert err.count("\n") == 1
     for word in words:
         assert word in err
+
+
+SECRET = "sk-very-secret"
+FETCHING = ["${oc.env:STEPQUANT_SECRET}", "x${oc.env:STEPQUANT_SECRET,y}", "${oc.decode:${oc.env:STEPQUANT_SECRET}}",
+            "${oc.${seed}:STEPQUANT_SECRET}", "${hydra:runtime.cwd}", "${ oc.env : STEPQUANT_SECRET }"]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", FETCHING)
+@pytest.mark.parametrize("where", ["name: '{}'", "model: {{path: '{}'}}", "defaults: [tiny_gdn_6bit, model: '{}']"])
+def test_recipes_read_nothing_from_the_environment(capsys, tmp_path, monkeypatch, value, where):
+    """A recipe from elsewhere could carry a secret into an artifact that is given away."""
+    monkeypatch.setenv("STEPQUANT_SECRET", SECRET)
+    text = where.format(value)
+    (tmp_path / "mine.yaml").write_text(text if "defaults" in text else f"defaults: [tiny_gdn_6bit]\n{text}\n")
+    code, seen, out, err = run(capsys, f"recipe={tmp_path / 'mine.yaml'}", SYNTHETIC)
+    assert (code, seen) == (2, [])
+    assert SECRET not in out + err
+    assert "recipes read nothing from the environment" in err
+    assert re.search(r"error: (name|model\.path|defaults\.model) is ", err)
+
+
+@pytest.mark.parametrize("value", FETCHING)
+def test_overrides_and_python_read_nothing_from_the_environment(capsys, monkeypatch, value):
+    monkeypatch.setenv("STEPQUANT_SECRET", SECRET)
+    code, seen, out, err = run(capsys, "recipe=tiny_gdn_6bit", SYNTHETIC, f"data.path={literal(value)}", "--cfg", "job",
+                               "--resolve")  # fmt: skip
+    assert (code, seen) == (2, [])
+    assert SECRET not in out + err
+    assert "data.path is" in err
+    with pytest.raises(RecipeError, match="recipes read nothing from the environment"):
+        Recipe.from_config(OmegaConf.create({"name": value, "model": {"path": "x"}, "budget": {"bits": 6}}))
+
+
+def test_a_recipe_may_refer_to_its_own_keys(capsys, tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [tiny_gdn_6bit]\nseed: 4\ndata: {seed: '${seed}'}\n")
+    _, (made,), _, _ = run(capsys, f"recipe={tmp_path / 'mine.yaml'}", SYNTHETIC, "output='a:b/${name}'")
+    assert (made.data.seed, made.output) == (4, "a:b/mine")
 
 
 def test_targets_on_the_command_line_replace_the_recipes(capsys, tmp_path):

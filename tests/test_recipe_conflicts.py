@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
-from stepquant.errors import RecipeError
+from stepquant.codec.spec import CodecSpec, four_level_fault
+from stepquant.codegen.spec import KernelSpec
+from stepquant.errors import BackendError, RecipeError
+from stepquant.layout import PageLayout, StateShape
 from stepquant.recipe import Recipe
 from tests.test_recipe import GDN, recipe, refused
 
@@ -43,7 +49,7 @@ def test_refusals_name_key_value_and_expectation(flat, words):
     [
         (
             {"allocation.unit": "row", "allocation.granularity": 16, "pivots.count": 20},
-            ["pivots.count is 20", "allocation.granularity=16", "a multiple of 16, such as 16"],
+            ["pivots.count is 20", "allocation.granularity=16", "a multiple of 16, such as 16 or 32"],
         ),
         (
             {"pivots.count": 1, "target.tensor_parallel": 2},
@@ -56,6 +62,52 @@ def test_pivots_that_would_be_rounded_are_refused(flat, words):
         recipe(**flat).check_geometry(GDN)
     for word in words:
         assert word in str(caught.value)
+
+
+TWO_BITS = [
+    ({}, "budget.candidates is [2, 4, 6, 8]", "give budget.candidates=[4,6,8]"),
+    ({"budget.candidates": [2, 8]}, "budget.candidates is [2, 8]", "give budget.candidates=[8]"),
+    ({"budget.bits": 2, "allocation.mode": "uniform"}, "budget.bits is 2", "give budget.bits=4"),
+    ({"budget.bits": None, "budget.bytes_per_request": 10**6}, "budget.candidates is [2, 4, 6, 8]", "[4,6,8]"),
+]
+
+
+@pytest.mark.parametrize(("flat", "names", "says"), TWO_BITS)
+def test_two_bit_heads_that_no_kernel_takes_are_refused_before_calibration(flat, names, says):
+    with pytest.raises(RecipeError) as caught:
+        recipe(**{"budget.bits": 4, **flat}).check_geometry(replace(GDN, value_dim=32))
+    message = str(caught.value)
+    assert message.startswith(names)
+    assert "two-bit heads need half of 32 columns in groups of 32" in message
+    assert says in message
+
+
+@pytest.mark.parametrize(
+    "flat",
+    [
+        {"budget.candidates": [4, 6, 8]}, {"allocation.unit": "row"}, {"budget.bits": 6},
+        {"allocation.mode": "uniform", "budget.bits": 4},
+        {"allocation.mode": "uniform", "budget.bits": 2, "spatial.codec": "dsq"},
+    ],
+)  # fmt: skip
+def test_what_needs_no_two_bit_heads_is_let_through(flat):
+    recipe(**{"budget.bits": 4, **flat}).check_geometry(replace(GDN, value_dim=32))
+    recipe(**{"budget.bits": 4}).check_geometry(GDN)
+
+
+@pytest.mark.parametrize(
+    ("value_dim", "group"),
+    [(v, g) for v in (16, 32, 48, 64, 96, 128, 192) for g in (8, 16, 24, 32, 64) if v % g == 0],
+)
+def test_the_early_rule_is_that_of_the_kernels(value_dim, group):
+    """The recipe's check and the kernel generator agree on every shape, in the same words."""
+    layout = PageLayout(StateShape(1, 16, value_dim), np.full((1, 1, 16), 2), "head", group=group)
+    fault = four_level_fault(value_dim, group)
+    if fault is None:
+        KernelSpec.of("gdn", 1, layout, CodecSpec(group=group))
+    else:
+        with pytest.raises(BackendError, match=f"^{fault}$"):
+            KernelSpec.of("gdn", 1, layout, CodecSpec(group=group))
 
 
 def test_what_the_user_wrote_is_known():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -31,10 +32,11 @@ sys.exit(main(sys.argv[1:]))
 SMALL = ["data.segments=2", "data.length=64", "samples.per_layer=2", "recipe=tiny_gdn_6bit"]
 
 
-def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", NO_NETWORK + code, *arguments], capture_output=True, text=True, cwd=ROOT
-    )
+        [sys.executable, "-c", NO_NETWORK + code, *arguments], capture_output=True, text=True, cwd=ROOT,
+        env={**os.environ, **environment},
+    )  # fmt: skip
 
 
 def test_the_hook_sees_a_connection() -> None:
@@ -42,17 +44,24 @@ def test_the_hook_sees_a_connection() -> None:
 
 
 def test_no_network_and_nothing_local(tmp_path: Path) -> None:
-    """Every module imports and a model is compiled without a socket; the artifact holds no path and no host."""
+    """Every module imports and a model is compiled without a socket; the artifact holds no path, user or host."""
+    user, model = "zqxuser", tmp_path / "models" / "zqxmodel"
+    shutil.copytree(resolve_checkpoint("builtin:tiny_gdn"), model)
+    (tmp_path / "zqxtext.txt").write_text("words of a text about zqx, line by line\n" * 400)
     done = run(
         "import pkgutil, importlib, stepquant\n"
         "for m in pkgutil.walk_packages(stepquant.__path__, 'stepquant.'):\n"
         "    if '__main__' not in m.name and 'sglang' not in m.name: importlib.import_module(m.name)\n" + COMPILE,
-        *SMALL, f"output={tmp_path / 'out'}", f"cache.dir={tmp_path / 'cache'}",
+        *SMALL, f"output={tmp_path / 'out'}", f"cache.dir={tmp_path / 'cache'}", f"model.path={model}",
+        "data.source=file", f"data.path={tmp_path / 'zqxtext.txt'}", f"json={tmp_path / 'summary.json'}",
+        USER=user, LOGNAME=user, USERNAME=user, HOME=str(tmp_path / user), A_SECRET=f"{user}-secret",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert "NETWORK" not in done.stdout
     host = socket.gethostname()
-    local = [str(tmp_path), str(ROOT), sys.prefix, sys.base_prefix, str(Path.home()) + "/"] + [host] * (len(host) > 6)
+    local = ["zqx", str(tmp_path), str(ROOT), sys.prefix, sys.base_prefix, str(Path.home()) + "/"] + [host] * (
+        len(host) > 6
+    )
     files = [p for p in (tmp_path / "out").rglob("*") if p.is_file()]
     assert len(files) > 8
     for path in files:

@@ -33,6 +33,16 @@ class CodecSpec:
     group: int = 32
 
 
+def four_level_fault(value_dim: int, group: int) -> str | None:
+    """Why the kernels cannot take two-bit heads (four levels, a row factor for each `group` columns), None if they can.
+
+    Two planes of half the columns each are read at once, so that a group may not cross from one into the other.
+    """
+    if (value_dim // 2) % group or group & (group - 1):
+        return f"two-bit heads need half of {value_dim} columns in groups of {group}"
+    return None
+
+
 def levels(bits: int) -> int:
     """q_b = 2^(b-1) - 1, the largest integer code (equation 3)."""
     return 2 ** (bits - 1) - 1

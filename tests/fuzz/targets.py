@@ -147,8 +147,8 @@ def targets(corpus: Corpus) -> list[Target]:
             for one, (key, product) in made.items():
                 if not isinstance(key, str) or not isinstance(product.facts, dict):
                     return f"{one}: key or facts"
-                if any(t.is_floating_point() and bool(t.isnan().any()) for t in product.tensors.values()):
-                    return f"{one}: NaN"
+                if any(t.is_floating_point() and not bool(t.isfinite().all()) for t in product.tensors.values()):
+                    return f"{one}: not finite"
             return ""
 
         def check_rank(result: Any, plan: LayoutPlan = plan, place: Path = place, kernels: Any = kernels) -> str:
