@@ -63,7 +63,7 @@ def run_engine(name: str, job: Job, out: Path, results: Results) -> None:
         elif task.startswith("prefixes"):
             results.keep(prefixes=tasks.prefixes(engine, task == "prefixes_on"))
         elif task == "throughput":
-            with quiet(out):
+            with quiet(name, out):
                 results.keep(throughput=tasks.throughput(engine, Path(os.environ[serving_plugin.STEPS])))
         else:
             results.keep(**{task: getattr(tasks, task)(engine)})
@@ -121,13 +121,21 @@ def run_job(name: str, out: Path) -> None:
 
 
 @contextmanager
-def quiet(out: Path) -> Iterator[None]:
-    """Nothing else runs on the GPU: all jobs that measure no time have ended, and no other one measures now."""
-    while not (out / "quiet").exists():
-        time.sleep(0.2)
+def quiet(name: str, out: Path) -> Iterator[None]:
+    """Nothing else runs on the GPU: all jobs that measure no time have ended, all that do have started, no other one
+    measures now, and none ends before all have measured."""
+    (out / f"{name}.ready").touch()
+    _await(out / "quiet")
     with (out / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    (out / f"{name}.measured").touch()
+    _await(out / "over")
+
+
+def _await(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.2)
 
 
 def environment_of(name: str, names: list[str], out: Path, gpu: int) -> dict[str, str]:
@@ -165,8 +173,9 @@ def main() -> None:
     while running and time.time() - begun < limit:
         for name in [n for n, p in running.items() if p.poll() is not None]:
             print(f"[{time.time() - begun:.0f} s] {name} ended with {running.pop(name).returncode}", flush=True)
-        if all("throughput" in JOBS[name].tasks for name in running):
-            (out / "quiet").touch()
+        for mark, goal in (("ready", "quiet"), ("measured", "over")):
+            if all((out / f"{name}.{mark}").exists() for name in running):
+                (out / goal).touch()
         time.sleep(0.5)
     for name, process in running.items():
         print(f"[{time.time() - begun:.0f} s] {name} stopped at the limit", flush=True)
