@@ -27,12 +27,21 @@ def exit_code(command: Callable[[], int | None]) -> int:
     """Run a command and turn what users cause into an exit code."""
     try:
         return command() or 0
-    except StepQuantError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_ERROR
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
     except BrokenPipeError:  # `inspect ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (KeyboardInterrupt, Exception) as error:
+        if interrupted(error):
+            print("interrupted", file=sys.stderr)
+            return EXIT_INTERRUPTED
+        if not isinstance(error, StepQuantError):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+
+
+def interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind an error: a library that tidies up after it may end in an error of its own."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None

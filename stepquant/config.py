@@ -20,7 +20,7 @@ from hydra import initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from stepquant import config_compose as composing
-from stepquant.commands import EXIT_ERROR, EXIT_INTERRUPTED, Parser, exit_code
+from stepquant.commands import EXIT_ERROR, EXIT_INTERRUPTED, Parser, exit_code, interrupted
 from stepquant.config_compose import Job
 from stepquant.errors import StepQuantError
 from stepquant.recipe import Recipe
@@ -142,7 +142,9 @@ def _run(
         prepared = [prepare(job) for job in jobs]
         try:
             return _run_jobs(main, jobs, prepared)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Exception) as error:
+            if not interrupted(error):
+                raise
             print("interrupted; run the same command again to resume from the last finished step", file=sys.stderr)
             return EXIT_INTERRUPTED
 
@@ -158,6 +160,8 @@ def _run_jobs(main: Callable[[T], int | None], jobs: Sequence[Job], prepared: Se
         try:
             code = max(code, main(value) or 0)
         except StepQuantError as error:
+            if interrupted(error):
+                raise
             where = f"{job.label}: " if len(jobs) > 1 else ""
             print(f"error: {where}{error}", file=sys.stderr)
             code = EXIT_ERROR

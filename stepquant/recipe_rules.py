@@ -144,6 +144,11 @@ def check(recipe: Recipe) -> None:
                 f"allocation.floors.{name} is {floor}, above allocation.caps.{name} = {cap}; lower the floor"
             )
     check_text(recipe.data.source, recipe.data.path)
+    if recipe.calibration == "trace" and recipe.samples.every > recipe.data.length:
+        raise RecipeError(
+            f"samples.every is {recipe.samples.every}, above data.length ({recipe.data.length} tokens of a segment): "
+            "no state would be sampled; lower samples.every, or raise data.length"
+        )
 
 
 def check_text(source: str, path: str | None) -> None:
