@@ -59,16 +59,21 @@ def _fast(plan: str | None, **more: Any) -> Job:
     return Job("qwen8l", plan, {**FAST, **more}, ("throughput",), accept="force", environment={"SERVING_STEPS": "1"})
 
 
+def _tp(arguments: dict[str, Any], one_gpu: str = "") -> Job:
+    """Two ranks, of the checkpoint with two heads in its vision tower; on one GPU in one of `serving_plugin`'s ways."""
+    environment = {"SERVING_ONE_GPU": one_gpu} if one_gpu else {}
+    return Job("tiny_gdn_tp", "gdn_6", arguments, ("decode",), environment=environment, accept="any_checkpoint")
+
+
 _BREAK = {"SERVING_BREAK": "333"}
 JOBS: dict[str, Job] = {
-    "gdn_fp32": _gdn(None, OFF, "decode", "score:gdn_fp32,gdn_8,gdn_6,gdn_6_w1,gdn_6_tp2,gdn_6_tp2_host"),
+    "gdn_fp32": _gdn(None, OFF, "decode", "score:gdn_fp32,gdn_8,gdn_6,gdn_6_w1,gdn_6_tp2,gdn_6_tp2_nccl,gdn_6_tp2_host"),
     "gdn_8": _gdn("gdn_8", OFF, "decode"),
     "gdn_6": _gdn("gdn_6", OFF, "decode", "prefixes_off"),
     "gdn_6_w1": _gdn("gdn_6_w1", OFF, "decode"),
-    "gdn_6_tp2": Job("tiny_gdn_tp", "gdn_6", TP, ("decode",), environment={"SERVING_ONE_GPU": "nccl"},
-                     accept="any_checkpoint"),
-    "gdn_6_tp2_host": Job("tiny_gdn_tp", "gdn_6", {**TP, "disable_cuda_graph": True}, ("decode",),
-                          environment={"SERVING_ONE_GPU": "host"}, accept="any_checkpoint"),
+    "gdn_6_tp2": _tp(TP),
+    "gdn_6_tp2_nccl": _tp(TP, "nccl"),
+    "gdn_6_tp2_host": _tp({**TP, "disable_cuda_graph": True}, "host"),
     "gdn_6_no_buffer": _gdn("gdn_6", {}, "prefixes_on", "broken", environment=_BREAK),
     "gdn_6_extra_buffer": _gdn("gdn_6", EXTRA, "prefixes_on", "broken", environment=_BREAK),
     "gdn_6_no_buffer_stress": _gdn("gdn_6", SMALL, "stress"),
