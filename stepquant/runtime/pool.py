@@ -47,13 +47,15 @@ class PackedPool(SlotStore):
         """Give slots back.
 
         Raises:
-            BackendError: naming a slot that is not owned.
+            BackendError: naming a slot that is not owned, or named twice; none is given back then.
         """
         given = [int(slot) for slot in slots.tolist()]
+        left = set(self._owned)
         for slot in given:
-            if slot not in self._owned:
-                raise BackendError(f"slot {slot} is freed but nobody owns it; expected one of {sorted(self._owned)}")
-        self._owned.difference_update(given)
+            if slot not in left:
+                raise BackendError(f"slot {slot} is freed but nobody owns it; expected one of {sorted(left)}")
+            left.discard(slot)
+        self._owned = left
         self._free += given
 
     def fork(self, source: Tensor) -> Tensor | None:

@@ -81,16 +81,9 @@ class SlotStore:
         self._words = self.pages.view(torch.int64)  # pages are multiples of 256 bytes: copies move 8 at a time
         self.buffers: list[WindowBuffers] = []
         if self.window > 1:
-            shared = torch.zeros(
-                requests + SPARE,
-                kernels.spec.num_heads,
-                kernels.spec.value_dim,
-                dtype=torch.float32,
-                device=self.device,
-            )
-            self.buffers = [
-                WindowBuffers.allocate(kernels.spec, requests + 1, self.device, shared) for _ in self._layers
-            ]
+            spec, rows = kernels.spec, requests + SPARE
+            shared = torch.zeros(rows, spec.num_heads, spec.value_dim, dtype=torch.float32, device=self.device)
+            self.buffers = [WindowBuffers.allocate(spec, requests + 1, self.device, shared) for _ in self._layers]
         self._step: _Step | None = None
         self._lengths: Tensor | None = None
         self._bad = torch.zeros(0, dtype=torch.bool, device=self.device)
@@ -118,21 +111,22 @@ class SlotStore:
         """Pages of one layer, uint8 `[slots + 1, layer_bytes]`, a view with the slot's stride."""
         return self._layers[layer]
 
-    def check(self, slots: Tensor) -> None:
-        """Refuse slots that nobody can own; reads them, so it waits for the device.
+    def owned_index(self, slots: Tensor) -> Tensor:
+        """Slots that somebody may own, as an index. A GPU is not waited for: there negative ones become padding, and
+        torch's own kernels stop at those beyond the pool.
 
         Raises:
-            BackendError: naming the first one that is out of range.
+            BackendError: naming the first one that is out of range (on a CPU).
         """
-        bad = slots[(slots < 1) | (slots > self.slots)]
-        if bad.numel():
+        if self.device.type == "cpu" and (bad := slots[(slots < 1) | (slots > self.slots)]).numel():
             raise BackendError(f"slot {int(bad.flatten()[0])} is out of range; expected 1 to {self.slots}")
+        return slots.long().clamp(min=PADDING_SLOT)
 
     # Slots that change owner
 
     def clear(self, slots: Tensor) -> None:
         """Make slots `[n]` what fresh ones are: a zero state, length 0, nothing pending, no running request."""
-        slots = slots.long()
+        slots = self.owned_index(slots)
         self._words.index_fill_(0, slots, 0)
         self.table[ROW].index_fill_(0, slots, -1)
         self.table[PHASE:].index_fill_(1, slots, 0)
@@ -140,7 +134,7 @@ class SlotStore:
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy states `source [n]` to slots `target [n]`; the sets may overlap. Targets belong to no running request
         afterwards."""
-        source, target = source.long(), target.long()
+        source, target = self.owned_index(source), self.owned_index(target)
         self.flush(source)
         phases = self.table[PHASE, source]
         self._words[target] = self._words[source]
@@ -150,7 +144,7 @@ class SlotStore:
 
     def save(self, slots: Tensor) -> HostSlots:
         """Packed copies of slots on the host; waits for the device."""
-        slots = slots.long()
+        slots = self.owned_index(slots)
         self.flush(slots)
         return HostSlots(self.pages[slots].cpu(), self.table[PHASE, slots].cpu())
 
@@ -160,7 +154,7 @@ class SlotStore:
         Raises:
             BackendError: if the copies are of another layout or another number of slots.
         """
-        slots = slots.long()
+        slots = self.owned_index(slots)
         if tuple(saved.pages.shape) != (slots.numel(), self.slot_bytes):
             raise BackendError(
                 f"a host copy of {list(saved.pages.shape)} bytes cannot fill {slots.numel()} slots of "
@@ -172,12 +166,14 @@ class SlotStore:
         self.table[PHASE, slots] = saved.phases.to(self.device)
 
     def flush(self, slots: Tensor) -> None:
-        """Fold everything pending into the pages of `slots`; the requests go on afterwards with the same phase."""
+        """Fold everything pending into the pages of `slots` (-1 and 0: padding); the requests go on afterwards with the
+        same phase. A slot that is named twice is folded once: two programs would get into each other's way."""
         if self.window == 1:
             return
         index = slots.long().clamp(min=0)
         state = self.table[:, index]
-        pending = torch.where(slots > 0, state[PENDING], 0)
+        again = (index == index.unsqueeze(1)).tril(-1).any(1)
+        pending = torch.where((slots > 0) & ~again, state[PENDING], 0)
         targets = torch.where(pending > 0, slots.int(), -1)
         rows = state[ROW].clamp(min=0)
         for layer, buffers in enumerate(self.buffers):
@@ -186,8 +182,9 @@ class SlotStore:
 
     def release(self, slots: Tensor) -> None:
         """Take slots from their running requests, the state flushed: what stays is a cached prefix or free."""
+        slots = self.owned_index(slots)
         self.flush(slots)
-        self.table[ROW].index_fill_(0, slots.long(), -1)
+        self.table[ROW].index_fill_(0, slots, -1)
 
     # Prefill
 

@@ -1,246 +1,18 @@
-"""The packed pool against a plain pool of FP32 states with the same codec, under every order of operations."""
+"""The packed pool: what it refuses, resets and counts; ranks, sizes beyond 2 GiB, copies at every point of a window."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from stepquant.codec.packed import PackedCodec
-from stepquant.codec.window import WriteWindow
 from stepquant.errors import BackendError
 from stepquant.runtime.pool import PackedPool
 from stepquant.runtime.reference import ReferenceKernels
-from stepquant.runtime.slots import HostSlots, SlotStore
+from stepquant.runtime.slots import SlotStore
 from tests.runtime.plans import HEADS, LAYERS, K, V, kernels_of, layout_of, token_of
-from tests.runtime.test_reference import exact
-
-SLOTS, REQUESTS = 6, 3
-
-
-@dataclass
-class Plain:
-    """A request's state as a pool of FP32 states would have it: what the pages read back as, and its own windows."""
-
-    base: torch.Tensor  # [L, H, K, V]
-    windows: list[WriteWindow]
-    length: int
-    row: int | None = None
-
-    def flush(self, codecs: list[PackedCodec]) -> None:
-        for layer, window in enumerate(self.windows):
-            if window.decay is not None:
-                self.base[layer] = codecs[layer].unpack(codecs[layer].pack(window.fold(self.base[layer])[None]))[0]
-
-    def copy(self, window: int) -> Plain:
-        return Plain(self.base.clone(), fresh(window, self.length), self.length)
-
-
-def fresh(window: int, length: int) -> list[WriteWindow]:
-    return [WriteWindow(window, "fp32", length) for _ in range(LAYERS)]
-
-
-class PoolMachine(RuleBasedStateMachine):
-    """Slots, cached prefixes, running requests and host copies; free slots and window rows are poisoned."""
-
-    family: Literal["gdn", "kda"] = "gdn"
-    window = 1
-
-    @initialize()
-    def build(self) -> None:
-        layout, w, codec = layout_of(self.family)
-        self.codecs = [PackedCodec(layout, i, w[i], codec) for i in range(LAYERS)]
-        self.pool = PackedPool(layout, kernels_of(self.family, self.window), SLOTS, REQUESTS, "cpu")
-        self.plain: dict[int, Plain] = {}
-        self.saved: list[tuple[HostSlots, Plain]] = []
-        self.generator = torch.Generator().manual_seed(0)
-        self.poison()
-
-    def poison(self) -> None:
-        """Whatever nobody owns is full of garbage."""
-        owned = set(self.plain)
-        for slot in set(range(1, SLOTS + 1)) - owned:
-            self.pool.pages[slot] = 255
-            self.pool.table[2, slot] = 1
-        rows = {plain.row for plain in self.plain.values()}
-        for buffers in self.pool.buffers:
-            for row in set(range(REQUESTS + 1)) - rows:
-                for x in (buffers.keys, buffers.us, buffers.gammas, buffers.ratios):
-                    x[row] = torch.nan
-
-    def pick(self, data: st.DataObject, slots: list[int] | None = None) -> int:
-        return data.draw(st.sampled_from(sorted(self.plain if slots is None else slots)))
-
-    def tensor(self, *slots: int) -> torch.Tensor:
-        return torch.tensor(slots, dtype=torch.int64)
-
-    def check(self, slot: int) -> None:
-        """A page reads back as the plain state, which then takes over the page's own rounding."""
-        for layer, codec in enumerate(self.codecs):
-            found = codec.unpack(self.pool.page(layer)[slot][None])[0]
-            assert torch.allclose(found, self.plain[slot].base[layer], atol=0.02), (slot, layer)
-            self.plain[slot].base[layer] = found
-
-    @rule()
-    def alloc(self) -> None:
-        slots = self.pool.alloc(1)
-        assert (slots is None) == (len(self.plain) == SLOTS)
-        if slots is not None:
-            assert int(slots) not in self.plain
-            self.plain[int(slots)] = Plain(torch.zeros(LAYERS, HEADS, K, V), fresh(self.window, 0), 0)
-            assert bool((self.pool.pages[slots] == 0).all())
-            self.check(int(slots))
-
-    @precondition(lambda self: self.plain)
-    @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
-        slot = self.pick(data)
-        self.pool.free(self.tensor(slot))
-        del self.plain[slot]
-        with pytest.raises(BackendError, match=f"slot {slot} is freed but nobody owns it"):
-            self.pool.free(self.tensor(slot))
-        self.poison()
-
-    @precondition(lambda self: self.plain)
-    @rule(data=st.data(), tokens=st.integers(1, 9), again=st.booleans())
-    def extend(self, data: st.DataObject, tokens: int, again: bool) -> None:
-        """A prefill of one request, from nothing or from where its state is (also in the middle of a decode)."""
-        slot = self.pick(data)
-        plain = self.plain[slot]
-        free_rows = set(range(1, REQUESTS + 1)) - {p.row for p in self.plain.values()}
-        row = min(free_rows, default=plain.row)  # also one that runs goes on in another row, if there is one
-        if row is None:
-            return
-        prefix = plain.length if again else 0
-        if not prefix:
-            plain.base, plain.windows = torch.zeros_like(plain.base), fresh(self.window, 0)
-        plain.flush(self.codecs)
-        slots, length = torch.tensor([slot, -1]), prefix + tokens
-        self.pool.begin_extend(slots, torch.tensor([row, 0]), torch.tensor([prefix, 5]), torch.tensor([length, 5]))
-        for layer, codec in enumerate(self.codecs):
-            workspace = torch.full((2, HEADS, V, K), torch.nan)
-            self.pool.read_states(layer, slots, workspace)
-            assert torch.allclose(workspace[0].transpose(-1, -2), plain.base[layer], atol=0.02)
-            state = torch.randn(HEADS, K, V, generator=self.generator) * 0.1
-            self.pool.extend_layer(layer, slots, torch.stack([state.transpose(-1, -2), workspace[1]]))
-            plain.base[layer] = codec.unpack(codec.pack(state[None]))[0]
-        plain.row, plain.length, plain.windows = row, length, fresh(self.window, length)
-        self.check(slot)
-
-    @precondition(lambda self: any(p.row is not None for p in self.plain.values()))
-    @rule(data=st.data())
-    def decode(self, data: st.DataObject) -> None:
-        """One token of some running requests, in any order, with padding between them."""
-        running = [slot for slot, plain in self.plain.items() if plain.row is not None]
-        chosen = data.draw(st.lists(st.sampled_from(running), unique=True, min_size=1))
-        slots = torch.tensor([-1, *chosen, 0], dtype=torch.int32)
-        before = {s: self.pool.pages[s].clone() for s in range(1, SLOTS + 1) if s not in chosen}
-        for layer in range(LAYERS):
-            token = token_of(self.family, len(slots), self.generator)
-            out = torch.full((len(slots), HEADS, V), torch.nan)
-            self.pool.decode(layer, slots, **token, scale=K**-0.5, out=out)
-            inputs = exact(self.family, token)
-            for place, slot in enumerate(chosen, 1):
-                plain = self.plain[slot]
-                state, y, new = plain.windows[layer].step(plain.base[layer], *(x[place] for x in inputs))
-                assert torch.allclose(out[place], y, rtol=1e-3, atol=1e-4), slot
-                if new:
-                    codec = self.codecs[layer]
-                    state = codec.unpack(codec.pack(state[None]))[0]
-                plain.base[layer] = state
-        for slot in chosen:
-            self.plain[slot].length += 1
-            self.check(slot)
-            assert int(self.pool.table[1, slot]) == self.plain[slot].length % self.window
-        assert all(torch.equal(self.pool.pages[s], page) for s, page in before.items())
-
-    @precondition(lambda self: self.plain)
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        """A request ends and its slot stays as a cached prefix; its row goes to the next one."""
-        slot = self.pick(data)
-        self.pool.release(self.tensor(slot))
-        self.plain[slot].flush(self.codecs)
-        self.plain[slot].row = None
-        self.plain[slot].windows = fresh(self.window, self.plain[slot].length)
-        self.check(slot)
-        self.poison()
-
-    @precondition(lambda self: self.plain)
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
-        slot = self.pick(data)
-        made = self.pool.fork(self.tensor(slot))
-        assert (made is None) == (len(self.plain) == SLOTS)
-        if made is not None:
-            self.copied(slot, int(made))
-
-    def copied(self, source: int, target: int) -> None:
-        self.plain[source].flush(self.codecs)
-        self.check(source)
-        self.plain[target] = self.plain[source].copy(self.window)
-        self.check(target)
-        assert torch.equal(self.pool.pages[source], self.pool.pages[target])
-
-    @precondition(lambda self: len(self.plain) > 1)
-    @rule(data=st.data())
-    def copy(self, data: st.DataObject) -> None:
-        """Into slots that exist, two at once: a rotation, where sources and targets overlap."""
-        a, b = data.draw(st.lists(st.sampled_from(sorted(self.plain)), unique=True, min_size=2, max_size=2))
-        self.pool.copy(self.tensor(a, b), self.tensor(b, a))
-        for slot in (a, b):
-            self.plain[slot].flush(self.codecs)
-        self.plain[a], self.plain[b] = self.plain[b].copy(self.window), self.plain[a].copy(self.window)
-        self.check(a)
-        self.check(b)
-        self.poison()
-
-    @precondition(lambda self: self.plain)
-    @rule(data=st.data())
-    def save(self, data: st.DataObject) -> None:
-        slot = self.pick(data)
-        saved = self.pool.save(self.tensor(slot))
-        self.plain[slot].flush(self.codecs)
-        self.check(slot)
-        assert saved.nbytes == self.pool.slot_bytes + 4
-        self.saved.append((saved, self.plain[slot].copy(self.window)))
-
-    @precondition(lambda self: self.plain and self.saved)
-    @rule(data=st.data())
-    def load(self, data: st.DataObject) -> None:
-        slot, (saved, plain) = self.pick(data), data.draw(st.sampled_from(self.saved))
-        self.pool.load(saved, self.tensor(slot))
-        self.plain[slot] = plain.copy(self.window)
-        self.check(slot)
-        self.poison()
-
-    @invariant()
-    def counted(self) -> None:
-        if hasattr(self, "pool"):
-            assert self.pool.available == SLOTS - len(self.plain)
-            assert self.pool.nonfinite == 0
-
-
-class GdnWindowMachine(PoolMachine):
-    window = 4
-
-
-class KdaWindowMachine(PoolMachine):
-    family, window = "kda", 4
-
-
-for machine in (PoolMachine, GdnWindowMachine, KdaWindowMachine):
-    machine.TestCase.settings = settings(
-        max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-    )
-TestPlainPool = PoolMachine.TestCase
-TestGdnWindow = GdnWindowMachine.TestCase
-TestKdaWindow = KdaWindowMachine.TestCase
 
 
 def pool_of(window: int = 1, family: Literal["gdn", "kda"] = "gdn") -> PackedPool:
@@ -250,10 +22,93 @@ def pool_of(window: int = 1, family: Literal["gdn", "kda"] = "gdn") -> PackedPoo
 def test_slots_out_of_range_are_refused() -> None:
     pool = pool_of()
     with pytest.raises(BackendError, match="slot 5 is out of range; expected 1 to 4"):
-        pool.check(torch.tensor([1, 5]))
+        pool.owned_index(torch.tensor([1, 5]))
     with pytest.raises(BackendError, match="slot 0 is out of range"):
-        pool.check(torch.tensor([0]))
-    pool.check(torch.tensor([1, 4]))
+        pool.owned_index(torch.tensor([0]))
+    assert pool.owned_index(torch.tensor([1, 4], dtype=torch.int32)).tolist() == [1, 4]
+
+
+def test_on_a_gpu_slots_below_zero_are_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not waited for, and an index of -1 would be the last slot."""
+    pool = pool_of(4)
+    pool.pages[:] = 7
+    monkeypatch.setattr(pool, "device", torch.device("cuda"))
+    assert pool.owned_index(torch.tensor([-1, 3])).tolist() == [0, 3]
+    pool.clear(torch.tensor([-1]))
+    pool.copy(torch.tensor([-3]), torch.tensor([-1]))
+    assert bool((pool.pages[1:] == 7).all())
+
+
+def test_a_slot_that_is_named_twice_is_folded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU two programs would read and write the same page at the same time."""
+    pool, folded = pool_of(4), []
+    slots = pool.alloc(3)
+    assert slots is not None
+    pool.table[2, slots] = 2
+    monkeypatch.setattr(pool.kernels, "flush", lambda layer, pages, targets, *_: folded.append(targets.tolist()))
+    pool.flush(torch.tensor([2, -1, 1, 2, 1, 0, 0, 2, 3]))
+    assert folded == [[2, -1, 1, -1, -1, -1, -1, -1, 3]] * LAYERS
+    assert pool.table[2].tolist()[1:4] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("family", ["gdn", "kda"])
+@pytest.mark.parametrize("before", range(5))
+def test_a_copy_at_every_point_of_a_window(family: Literal["gdn", "kda"], before: int) -> None:
+    """In the step whose window folds and in all others, into a request of the same batch that has tokens of its own
+    pending: both sides go on as two requests with one state do, and other pages stay as they are."""
+    window, g = 4, torch.Generator().manual_seed(before)
+    pool = PackedPool(layout_of(family)[0], kernels_of(family, window), 5, 3, "cpu")
+    slots = pool.alloc(4)
+    assert slots is not None
+    rows = torch.tensor([1, 2, 3, 0])
+    pool.begin_extend(slots[:3], rows[:3], torch.zeros(3), torch.tensor([8, 9, 8]))
+    for layer in range(LAYERS):
+        pool.extend_layer(layer, slots[:3], torch.randn(3, HEADS, V, K, generator=g) * 0.1)
+
+    def decode(which: list[int]) -> torch.Tensor:
+        outs = []
+        for layer in range(LAYERS):
+            one = token_of(family, 1, g)
+            token = {n: x.expand(len(which), *x.shape[1:]) if n in "qkvab" else x for n, x in one.items()}
+            outs.append(torch.empty(len(which), HEADS, V))
+            pool.decode(layer, torch.tensor(which, dtype=torch.int32), **token, scale=K**-0.5, out=outs[-1])
+        return torch.stack(outs)
+
+    for _ in range(before):
+        decode([1, 2, 3])
+    third = pool.pages[3].clone()
+    pool.copy(torch.tensor([1]), torch.tensor([2]))
+    assert pool.table[:, 2].tolist() == [-1, before % window, 0]
+    assert torch.equal(pool.pages[1], pool.pages[2])
+    assert torch.equal(pool.pages[3], third)
+    pool.table[0, 2] = 2  # the request of the target goes on from the copy
+    for _ in range(2 * window):
+        outs = decode([1, 2])
+        assert torch.equal(outs[:, 0], outs[:, 1])
+        assert torch.equal(pool.pages[1], pool.pages[2])
+    assert torch.equal(pool.pages[3], third)
+
+
+def test_a_copy_waits_for_the_forward_that_may_still_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's scheduler copies on a stream of its own, beside a forward whose last layers may not have run."""
+    from stepquant.runtime.sglang import pool as hooks
+
+    done: list[object] = []
+
+    class Stream:
+        def wait_stream(self, other: object) -> None:
+            done.append(("waits for", other))
+
+    forward, scheduler = object(), Stream()
+    store = SimpleNamespace(copy=lambda source, target: done.append(("pages", source, target)))
+    packed = SimpleNamespace(**{hooks.STORE: store, "stepquant_stream": forward})
+    monkeypatch.setattr(hooks.torch.cuda, "current_stream", lambda: scheduler)
+    hooks.copy(lambda *_: done.append("native"), packed, "a", "b")
+    assert done == [("waits for", forward), "native", ("pages", "a", "b")]
+    done.clear()
+    packed.stepquant_stream = scheduler  # the same stream: nothing to wait for
+    hooks.copy(lambda *_: done.append("native"), packed, "a", "b")
+    assert done == ["native", ("pages", "a", "b")]
 
 
 def test_counts_and_copies_of_another_plan_are_refused() -> None:
