@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from stepquant.evaluation.forward import Readout, run_variant
+from stepquant.evaluation.forward import Readout, run_variant, served_decoders
 from stepquant.evaluation.layer_errors import LayerErrors, relative_errors
 from stepquant.evaluation.metrics import TokenFigures, join, summarise
 from stepquant.evaluation.streams import Streams
@@ -35,10 +35,11 @@ VERSION = 1  # raised whenever the same inputs would give other figures
 
 @dataclass
 class VariantResult:
-    """Figures of one variant over all streams."""
+    """Figures of one variant over all streams, and the device that it ran on."""
 
     variant: Variant
     figures: TokenFigures
+    device: torch.device
     layers: list[dict[str, float]] = field(default_factory=list)
 
     def row(self) -> dict[str, object]:
@@ -46,7 +47,7 @@ class VariantResult:
         v = self.variant
         row: dict[str, object] = {
             "variant": v.name, "bits_per_value": v.bits_per_value, "window": v.window.length,
-            "window_dtype": v.window.dtype if v.window.length > 1 else None, "path": "native" if v.native else v.path,
+            "window_dtype": v.window.dtype if v.window.length > 1 else None, "path": v.path_on(self.device),
         }  # fmt: skip
         row.update(summarise(self.figures))
         if self.layers:
@@ -96,7 +97,7 @@ class DriftRun:
     def _run(
         self, variants: Sequence[Variant], work: list[tuple[int, int, int]], found: dict[tuple[int, int], Product]
     ) -> None:
-        readout = Readout(self.loaded)
+        readout, decoders = Readout(self.loaded), served_decoders(variants, self.loaded.device)
         layers = self.loaded.geometry.num_delta_layers
         batches = len({at for at, _, _ in work})
         reference, held = None, -1
@@ -110,8 +111,9 @@ class DriftRun:
                 variant = variants[index]
                 errors = LayerErrors() if self.layer_errors and not variant.native else None
                 features = run_variant(
-                    self.loaded, readout, ids[:, :-1], self.streams.prefill, variant, errors, bar.advance
-                )
+                    self.loaded, readout, ids[:, :-1], self.streams.prefill, variant, errors, bar.advance,
+                    decoders.get(variant.directory),
+                )  # fmt: skip
                 figures = readout.compare(reference, features, ids[:, self.streams.prefill + 1 :])
                 product = Product({**figures.tensors(), **(errors.tensors() if errors else {})})
                 if self.cache is not None:
@@ -144,4 +146,4 @@ class DriftRun:
         layers = []
         if all("readout" in p.tensors for p in products):
             layers = relative_errors({n: torch.cat([p[n] for p in products], 2) for n in ("readout", "state")})
-        return VariantResult(variant, figures, layers)
+        return VariantResult(variant, figures, self.loaded.device, layers)

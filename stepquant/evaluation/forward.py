@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from stepquant.evaluation.metrics import TokenFigures, compare_logits, join
 from stepquant.models.capture import DeltaTrace, capture_delta_rule
 
 if TYPE_CHECKING:
+    from stepquant.evaluation.served import ServedDecoder
     from stepquant.evaluation.variants import Variant
     from stepquant.models.adapter import LoadedModel
 
@@ -76,6 +78,17 @@ class Readout:
         return join(parts, 1)
 
 
+def served_decoders(variants: Sequence[Variant], device: torch.device) -> dict[Path | None, ServedDecoder]:
+    """What runs the variants whose path is ``served``, by their directory, each loaded once."""
+    found: dict[Path | None, ServedDecoder] = {}
+    for directory in {variant.directory for variant in variants if variant.path == "served"}:
+        from stepquant.evaluation.served import ServedDecoder  # brings Triton along
+
+        assert directory is not None
+        found[directory] = ServedDecoder.load(directory, device)
+    return found
+
+
 @torch.no_grad()
 def run_variant(
     loaded: LoadedModel,
@@ -85,6 +98,7 @@ def run_variant(
     variant: Variant | None,
     errors: LayerErrors | None = None,
     advance: Callable[[], None] | None = None,
+    served: ServedDecoder | None = None,
 ) -> Tensor:
     """Features of the decode tokens of a batch of streams.
 
@@ -96,6 +110,7 @@ def run_variant(
         variant: None is the reference: FP32 states through the same loop.
         errors: collects state and readout errors of every layer, if given.
         advance: called after every layer.
+        served: what runs a variant whose path is ``served``.
 
     Returns:
         `[B, decode, F]`.
@@ -119,11 +134,6 @@ def run_variant(
             advance()
         return y
 
-    served = None
-    if variant is not None and variant.served is not None:
-        from stepquant.evaluation.served import ServedDecoder  # brings Triton along
-
-        served = ServedDecoder.load(variant.served, loaded.device)
     if variant is not None and variant.native:
         return readout.features(tokens, positions)
     with capture_delta_rule(loaded, replace=replaced):

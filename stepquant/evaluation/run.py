@@ -15,7 +15,7 @@ from stepquant.evaluation.drift import DriftRun, VariantResult
 from stepquant.evaluation.metrics import paired_ratio
 from stepquant.evaluation.settings import AnalyseSettings, EvaluateSettings, HarnessSettings
 from stepquant.evaluation.streams import Streams, load_streams
-from stepquant.evaluation.variants import Variant, from_plan, named_variant, unique_names
+from stepquant.evaluation.variants import StoragePath, Variant, from_plan, named_variant, unique_names
 from stepquant.files import write_text
 from stepquant.passes.cache import Cache
 from stepquant.passes.progress import Progress
@@ -108,14 +108,14 @@ def _fill_cache(settings: EvaluateSettings, names: Sequence[str]) -> None:
 
 def chosen_variants(settings: EvaluateSettings | HarnessSettings, plan: LayoutPlan) -> list[Variant]:
     """The plan and what it is compared with; refuses a bad name before anything is loaded."""
-    packed, served = settings.path == "packed", settings.path == "served"
+    path: StoragePath = settings.path  # type: ignore[assignment]
     tables = None
     if "damp" in settings.against:
         from stepquant.artifact import read_tables
 
         tables = {name: product for name, (_, product) in read_tables(Path(str(settings.plan)))[0].items()}
-    others = [named_variant(name, plan, tables, packed, served) for name in settings.against]
-    return unique_names([from_plan(plan, packed=packed, served=settings.plan if served else None), *others])
+    others = [named_variant(name, plan, tables, path) for name in settings.against]
+    return unique_names([from_plan(plan, path=path, directory=settings.plan), *others])
 
 
 def load_for_plan(

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from stepquant.geometry import Geometry
 from stepquant.passes.protocol import Product
 from stepquant.plan import WINDOW_LENGTHS, LayoutPlan, WindowSpec, load_plan
 
+StoragePath = Literal["simulated", "packed", "served"]
 _INTEGER = re.compile(r"(int|qmamba|spatial)(\d+)")
 _FIXED = ("native", "fp32", "bf16", "fp16", "nvfp4", "damp")
 
@@ -52,8 +54,8 @@ class Variant:
         w: row weights float32 `[L, H, K]`.
         window: write window.
         dtype: for kind ``float``: fp32, fp16 or bf16.
-        packed: go through pages as they would be served instead of the simulated codec.
-        served: artifact directory whose kernels run it, as a server would; None otherwise.
+        path: ``simulated`` runs the codec, ``packed`` goes through the bytes of pages, ``served`` through the runtime.
+        directory: artifact directory whose kernels run it, for ``served``.
         native: do not replace the model's delta rule at all.
     """
 
@@ -64,21 +66,22 @@ class Variant:
     w: Tensor
     window: WindowSpec = field(default_factory=WindowSpec)
     dtype: str = "fp32"
-    packed: bool = False
+    path: StoragePath = "simulated"
     native: bool = False
-    served: Path | None = None
+    directory: Path | None = None
 
     @property
     def exact(self) -> bool:
         """States are stored in FP32 after every token: the reference."""
         return self.spec.kind == "float" and self.dtype == "fp32" and self.window.length == 1 and not self.native
 
-    @property
-    def path(self) -> str:
-        """``simulated``, ``packed``, or ``served`` and by what."""
-        if self.served is not None:
-            return f"served by {'generated kernels' if torch.cuda.is_available() else 'torch operations'}"
-        return "packed" if self.packed else "simulated"
+    def path_on(self, device: torch.device) -> str:
+        """What a row says of the way the states went: for ``served`` also what ran on this device."""
+        if self.native:
+            return "native"
+        if self.path != "served":
+            return self.path
+        return f"served by {'generated kernels' if device.type == 'cuda' else 'torch operations'}"
 
     @property
     def bits_per_value(self) -> float:
@@ -94,9 +97,9 @@ class Variant:
     @cached_property
     def key(self) -> str:
         """Hash of everything that shapes its results (not its name)."""
-        settings = [asdict(self.spec), self.window.length, self.dtype, self.packed, self.native]
+        settings = [asdict(self.spec), self.window.length, self.dtype, self.path == "packed", self.native]
         settings += [self.window.dtype] if self.window.length > 1 else []
-        settings += [self.path, _serving_code()] if self.served is not None else []
+        settings += [self.path, _serving_code()] if self.path == "served" else []
         return hash_tensors({"bits": self.bits, "w": self.w, repr(settings): torch.zeros(0)})
 
     def as_plan(self) -> LayoutPlan:
@@ -109,7 +112,7 @@ class Variant:
         if self.spec.kind == "float":
             return None if self.dtype == "fp32" else FloatCodec(FLOAT_DTYPES[self.dtype])
         w = self.w[layer].to(device)
-        if self.packed:
+        if self.path == "packed":
             return PackedPath(self.as_plan(), layer, w)
         return make_codec(self.bits[layer].to(device), w, self.spec, self.geometry.value_dim)
 
@@ -136,30 +139,33 @@ def _serving_code() -> str:
 
 
 def from_plan(
-    plan: LayoutPlan, name: str | None = None, packed: bool = False, served: str | Path | None = None
+    plan: LayoutPlan, name: str | None = None, path: StoragePath = "simulated", directory: str | Path | None = None
 ) -> Variant:
     """The plan as it would be served.
 
     Args:
-        packed: through the bytes of pages.
-        served: the plan's artifact directory: through the runtime.
+        path: see `Variant`.
+        directory: the plan's artifact directory, for ``served``.
 
     Raises:
-        RecipeError: `packed` where the packers do not take the plan.
+        RecipeError: ``packed`` or ``served`` where the packers do not take the plan.
     """
     variant = Variant(name or plan.name, plan.geometry, plan.codec, plan.bits, plan.w, plan.window)
     if plan.codec.kind == "float":
         return replace(variant, dtype="fp32" if int(plan.bits.flatten()[0]) == FP32 else "fp16")
-    if (packed or served is not None) and not packable(plan):
+    if path != "simulated" and not packable(plan):
         raise RecipeError(
             f"plan {plan.name} cannot be packed (codec {plan.codec.kind}, bits {sorted(plan.bits.unique().tolist())}); "
             "evaluate it with path=simulated"
         )
-    return replace(variant, packed=packed, served=None if served is None else Path(served))
+    if path == "served":
+        assert directory is not None, "served kernels are those of an artifact"
+        return replace(variant, path=path, directory=Path(directory))
+    return replace(variant, path=path)
 
 
 def named_variant(
-    text: str, plan: LayoutPlan, tables: Mapping[str, Product] | None = None, packed: bool = False, served: bool = False
+    text: str, plan: LayoutPlan, tables: Mapping[str, Product] | None = None, path: StoragePath = "simulated"
 ) -> Variant:
     """The variant that a name of ``against`` stands for.
 
@@ -167,7 +173,7 @@ def named_variant(
         text: a name of the list above, or an artifact directory, with an optional ``@W`` or ``@W:DTYPE``.
         plan: what it is compared with: gives the geometry and, for ``spatialN``, the row weights.
         tables: calibration products of the plan's artifact, for ``damp``.
-        packed, served: path of other plans.
+        path: of other plans; see `Variant`.
 
     Raises:
         RecipeError: unknown name, window or precision, or a plan for another model.
@@ -175,7 +181,7 @@ def named_variant(
     name, window = text, ""
     if "@" in text and not _is_plan(text):
         name, _, window = text.rpartition("@")
-    base = _named(name, plan, tables, packed, served)
+    base = _named(name, plan, tables, path)
     if not window:
         return base
     length, _, dtype = window.partition(":")
@@ -184,7 +190,7 @@ def named_variant(
             f"{text}: window {window!r} is not W or W:DTYPE; W is in {WINDOW_LENGTHS}, DTYPE in {list(BUFFER_BITS)}"
         )
     spec = WindowSpec(int(length), dtype or base.window.dtype)  # type: ignore[arg-type]
-    if base.served is not None and spec != base.window:
+    if base.path == "served" and spec != base.window:
         raise RecipeError(
             f"{text}: its kernels were generated for a window of {base.window.length} ({base.window.dtype}); leave "
             f"@{window} out, or say path=packed"
@@ -196,11 +202,9 @@ def _is_plan(text: str) -> bool:
     return (Path(text) / "plan.json").is_file()
 
 
-def _named(
-    name: str, plan: LayoutPlan, tables: Mapping[str, Product] | None, packed: bool, served: bool = False
-) -> Variant:
+def _named(name: str, plan: LayoutPlan, tables: Mapping[str, Product] | None, path: StoragePath) -> Variant:
     if _is_plan(name):
-        return _other_plan(name, plan, packed, served)
+        return _other_plan(name, plan, path)
     ones = torch.ones_like(plan.w)
 
     def uniform(bits: int, spec: CodecSpec, w: Tensor = ones, **more: object) -> Variant:
@@ -228,15 +232,14 @@ def _named(
     raise RecipeError(_unknown(name))
 
 
-def _other_plan(name: str, plan: LayoutPlan, packed: bool, served: bool) -> Variant:
+def _other_plan(name: str, plan: LayoutPlan, path: StoragePath) -> Variant:
     other = load_plan(name)
     if other.geometry != plan.geometry or other.fingerprint != plan.fingerprint:
         raise RecipeError(
             f"{name} was compiled for another checkpoint (fingerprint {other.fingerprint[:16]}, {plan.name}: "
             f"{plan.fingerprint[:16]}); compare plans of one model"
         )
-    able = packable(other)
-    return from_plan(other, packed=packed and able, served=name if served and able else None)
+    return from_plan(other, path=path if packable(other) else "simulated", directory=name)
 
 
 def _damp_bits(plan: LayoutPlan, tables: Mapping[str, Product] | None) -> Tensor:

@@ -87,7 +87,7 @@ def test_identity_is_zero_and_native_is_close(loaded: LoadedModel, streams: Stre
 def test_packed_and_simulated_agree(loaded: LoadedModel, streams: Streams, plan: LayoutPlan) -> None:
     for window in (1, 8):
         shaped = replace(plan, window=replace(plan.window, length=window))
-        both = [from_plan(shaped, packed=p) for p in (False, True)]
+        both = [from_plan(shaped, path=p) for p in ("simulated", "packed")]
         simulated, packed = DriftRun(loaded, streams).evaluate(both)
         torch.testing.assert_close(packed.figures.kl, simulated.figures.kl, rtol=0, atol=1e-6)
         assert packed.row()["path"] == "packed"

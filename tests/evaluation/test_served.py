@@ -13,8 +13,10 @@ from stepquant.codec.registry import make_codec
 from stepquant.errors import RecipeError
 from stepquant.evaluate import main
 from stepquant.evaluation.decode import DecodeSettings, decode_layer
+from stepquant.evaluation.drift import DriftRun
 from stepquant.evaluation.served import ServedDecoder
-from stepquant.evaluation.variants import named_variant
+from stepquant.evaluation.streams import Streams
+from stepquant.evaluation.variants import from_plan, named_variant
 from stepquant.models.adapter import LoadedModel
 from stepquant.models.capture import capture_delta_rule
 from stepquant.plan import LayoutPlan, WindowSpec
@@ -61,12 +63,36 @@ def test_rows_say_what_served(loaded: LoadedModel, plan: LayoutPlan, tmp_path: P
     assert rows["served"][1]["kl_all"] == rows["packed"][1]["kl_all"]
 
 
+def test_a_row_says_what_ran_on_the_model_s_device(plan: LayoutPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else the machine has."""
+    variant = from_plan(plan, path="served", directory="x")
+    for available in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=available: found)
+        assert variant.path_on(torch.device("cpu")) == "served by torch operations"
+        assert variant.path_on(torch.device("cuda")) == "served by generated kernels"
+    assert from_plan(plan).path_on(torch.device("cuda")) == "simulated"
+    assert named_variant("native", plan).path_on(torch.device("cpu")) == "native"
+
+
+def test_an_artifact_is_loaded_once_for_all_batches(
+    loaded: LoadedModel, plan: LayoutPlan, streams: Streams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan.save(tmp_path)
+    calls, original = [], ServedDecoder.load
+    monkeypatch.setattr(ServedDecoder, "load", lambda *given: calls.append(given) or original(*given))
+    both = [from_plan(plan, path="served", directory=tmp_path), from_plan(plan)]
+    one, other = DriftRun(loaded, streams, batch=1).evaluate(both)
+    assert calls == [(tmp_path, torch.device("cpu"))]
+    assert one.row()["path"] == "served by torch operations"
+    assert one.row()["kl_all"] == pytest.approx(other.row()["kl_all"], rel=0.1)
+
+
 def test_served_refuses_what_it_cannot_do(plan: LayoutPlan, tmp_path: Path, capsys) -> None:
     plan.save(tmp_path)
     assert main([f"plan={tmp_path}", "path=served", "greedy=4"]) == 2
     assert "path=served measures the drift only" in capsys.readouterr().err
     with pytest.raises(RecipeError, match="generated for a window of"):
-        named_variant(f"{tmp_path}@16", plan, served=True)
+        named_variant(f"{tmp_path}@16", plan, path="served")
 
 
 def test_raw_gates_are_undone_by_the_kernels_formulas() -> None:

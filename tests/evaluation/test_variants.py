@@ -60,9 +60,9 @@ def test_damp_keeps_the_worst_rows(plan: LayoutPlan) -> None:
 def test_other_plans(plan: LayoutPlan, loaded: LoadedModel, tmp_path: Path) -> None:
     other = make_plan(loaded, bits=4, seed=1)
     other.save(tmp_path / "x@y")
-    found = named_variant(str(tmp_path / "x@y"), plan, packed=True)
+    found = named_variant(str(tmp_path / "x@y"), plan, path="packed")
     assert torch.equal(found.bits, other.bits)
-    assert found.packed
+    assert found.path == "packed"
     assert named_variant(f"{tmp_path / 'x@y'}@8", plan).window.length == 8
     mine = unique_names([from_plan(plan), found, from_plan(plan)])
     assert [v.name for v in mine] == ["plan", "plan#2"]

@@ -51,7 +51,7 @@ def prompts() -> torch.Tensor:
 @torch.no_grad()
 def evaluated(loaded: LoadedModel, directory: Path | None, tokens: torch.Tensor) -> torch.Tensor:
     """Logits at every generated token `[B, N, V]`, tokens given, by the evaluation's packed decode."""
-    variant = None if directory is None else from_plan(load_plan(directory), packed=True)
+    variant = None if directory is None else from_plan(load_plan(directory), path="packed")
     now, cache, found = tokens[:, :PROMPT], None, []
     with capture_delta_rule(loaded, replace=DecodeHook(variant)):
         for t in range(PROMPT, tokens.shape[1]):
