@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,14 @@ from stepquant.codegen.generate import generate, source_hash
 from stepquant.codegen.kernel_plan import SCHEMA_VERSION, TITLES, Launch, TargetReport, Variant
 from stepquant.codegen.spec import KernelSpec
 from stepquant.errors import ArtifactError, closest, shown
-from stepquant.files import kind_name, read_json
+from stepquant.files import read_json
+from stepquant.json_checks import AGAIN, Kinds, check_object
 from stepquant.plan import LayoutPlan
 from stepquant.reading import check_file
 
 KERNEL_PLAN = "kernel_plan.json"
 MAX_SOURCE_BYTES = 1 << 20
-AGAIN = "compile the plan again"
 
-Kinds = Mapping[str, type | tuple[type, ...]]
 _NUMBER = (int, float)
 _PLAN: Kinds = {"schema_version": int, "plan": str, "generator_version": str, "source_sha256": str, "spec": dict,
                 "variants": list}  # fmt: skip
@@ -84,7 +82,7 @@ def read_kernels(directory: Path, plan: LayoutPlan) -> KernelFiles:
         raise ArtifactError(
             f"{path}: schema_version is {shown(version)}; this stepquant reads {SCHEMA_VERSION}; {AGAIN}"
         )
-    _check(f"{path}: ", data, _PLAN)
+    check_object(f"{path}: ", data, _PLAN)
     if data["plan"] != plan.hash:
         raise ArtifactError(f"{path}: plan is {shown(data['plan'])}; expected {plan.hash}; {AGAIN}")
     variants = [_variant(f"{path}: variants[{i}]", entry) for i, entry in enumerate(data["variants"])]
@@ -122,22 +120,22 @@ def _source(path: Path) -> str:
 
 
 def _variant(where: str, entry: Any) -> Variant:
-    _check(f"{where}.", entry, _VARIANT)
+    check_object(f"{where}.", entry, _VARIANT)
     name = entry["name"]
     if name not in TITLES or entry["file"] != f"{name}.py":
         raise ArtifactError(
             f"{where} is {shown(name)} in {shown(entry['file'])}; expected one of {', '.join(TITLES)} in NAME.py; "
             f"{AGAIN}"
         )
-    _check(f"{where}.tile.", entry["tile"], {"rows": int, "columns": int})
-    _check(f"{where}.predicted_us.", entry["predicted_us"], dict.fromkeys(entry["predicted_us"], _NUMBER))
-    _check(f"{where}.targets.", entry["targets"], dict.fromkeys(entry["targets"], dict))
+    check_object(f"{where}.tile.", entry["tile"], {"rows": int, "columns": int})
+    check_object(f"{where}.predicted_us.", entry["predicted_us"], dict.fromkeys(entry["predicted_us"], _NUMBER))
+    check_object(f"{where}.targets.", entry["targets"], dict.fromkeys(entry["targets"], dict))
     targets = {target: _report(f"{where}.targets.{target}", report) for target, report in entry["targets"].items()}
     return Variant(**{**entry, "launch": _launch(f"{where}.launch", entry["launch"]), "targets": targets})
 
 
 def _report(where: str, entry: Any) -> TargetReport:
-    _check(f"{where}.", entry, _REPORT)
+    check_object(f"{where}.", entry, _REPORT)
     if not all(isinstance(reason, str) and reason.isprintable() for reason in entry["rejected"]):
         raise ArtifactError(f"{where}.rejected is {shown(entry['rejected'])}; expected a list of strings; {AGAIN}")
     return TargetReport(**{
@@ -146,28 +144,5 @@ def _report(where: str, entry: Any) -> TargetReport:
 
 
 def _launch(where: str, entry: Any) -> Launch:
-    _check(f"{where}.", entry, _LAUNCH)
+    check_object(f"{where}.", entry, _LAUNCH)
     return Launch(**entry)
-
-
-def _check(where: str, entry: Any, kinds: Kinds) -> None:
-    """An object with exactly these keys; strings that can be printed, numbers that are not negative.
-
-    Raises:
-        ArtifactError: naming the first thing that is not so.
-    """
-    if not isinstance(entry, dict):
-        raise ArtifactError(f"{where.rstrip('.: ')} is {kind_name(type(entry))}; expected an object; {AGAIN}")
-    if set(entry) != set(kinds):
-        wrong = sorted(set(entry) ^ set(kinds))
-        raise ArtifactError(f"{where}{shown(wrong[0])} is {'missing' if wrong[0] in kinds else 'unknown'}; {AGAIN}")
-    for key, kind in kinds.items():
-        value = entry[key]
-        first = kind[0] if isinstance(kind, tuple) else kind
-        if not key.isprintable():
-            raise ArtifactError(f"{where}{shown(key)} is no name; {AGAIN}")
-        sound = isinstance(value, kind) and not isinstance(value, bool)
-        if not sound or (isinstance(value, str) and not value.isprintable()):
-            raise ArtifactError(f"{where}{key} is {shown(value)}; expected {kind_name(first)}; {AGAIN}")
-        if isinstance(value, int | float) and value < 0:
-            raise ArtifactError(f"{where}{key} is {shown(value)}; expected no negative number; {AGAIN}")

@@ -23,12 +23,12 @@ from stepquant.files import (
     dump_tensors,
     hash_json,
     hash_tensors,
-    kind_name,
     read_json,
     read_tensors,
     write_together,
 )
 from stepquant.geometry import Geometry
+from stepquant.json_checks import Kinds, check_object
 from stepquant.plan_checks import check_codec, check_facts, check_storage, check_weights, geometry_from_json
 from stepquant.reading import MAX_PLAN_BYTES
 from stepquant.swap import read_whole
@@ -173,7 +173,7 @@ class LayoutPlan:
         return {**data, "json_sha256": _json_hash(data)}
 
 
-_KEYS = {
+_KEYS: Kinds = {
     "schema_version": int, "name": str, "geometry": dict, "codec": dict, "window": dict, "granularity": int,
     "fingerprint": str, "weight_format": str, "synthetic": bool, "budget": dict, "predicted": dict,
     "settings": dict, "provenance": dict, "tensors_sha256": str, "plan_sha256": str, "json_sha256": str,
@@ -199,14 +199,7 @@ def _load_plan(directory: Path) -> LayoutPlan:
         raise ArtifactError(
             f"{path}: schema_version is {shown(version)}; this stepquant reads {SCHEMA_VERSION}; compile the plan again"
         )
-    for key, kind in _KEYS.items():
-        if key not in data:
-            raise ArtifactError(f"{path}: {key} is missing; expected {kind_name(kind)}")
-        if not isinstance(data[key], kind) or (kind is int and isinstance(data[key], bool)):
-            raise ArtifactError(f"{path}: {key} is {shown(data[key])}; expected {kind_name(kind)}")
-    unknown = sorted(set(data) - set(_KEYS))
-    if unknown:
-        raise ArtifactError(f"{path}: unknown keys {shown(unknown)}; expected {sorted(_KEYS)}")
+    check_object(f"{path}: ", data, _KEYS)
     tensors = read_tensors(directory / PLAN_TENSORS, "the file of the plan's tensors", MAX_PLAN_BYTES)
     expected = {"bits", "w", "permutation"}
     if set(tensors) != expected:
