@@ -26,7 +26,8 @@ _HOST_MARKS = ("can't allocate memory", "cannot allocate memory", "not enough me
 _GPU_MARKS = ("cuda error: out of memory", "cublas_status_alloc_failed", "cuda out of memory")
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)|you tried to allocate (\d+) bytes")
-_FREE = re.compile(r"GPU (\d+) has a total capacity of ([\d.]+) GiB of which ([\d.]+) (bytes|KiB|MiB|GiB) is free")
+_SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
+_FREE = re.compile(rf"GPU (\d+) has a total capacity of {_SIZE} of which {_SIZE} is free")
 
 DELTA_RULE = 6  # the chunked delta rule's intermediates, in units of a layer's q, k and v
 CODING = 6  # a codec's intermediates, in units of the states that it codes
@@ -91,7 +92,7 @@ def _gpu(text: str) -> str:
     """``GPU 0, of whose 79.1 GiB 1.2 GiB were free and 70.0 GiB held here``: as torch said, or as it is now."""
     index, total, free = 0, 0.0, None
     if found := _FREE.search(text):
-        index, total, free = int(found[1]), float(found[2]) * GIB, float(found[3]) * _UNITS[found[4]]
+        index, total, free = int(found[1]), float(found[2]) * _UNITS[found[3]], float(found[4]) * _UNITS[found[5]]
     elif torch.cuda.is_available():
         index = torch.cuda.current_device()
         with contextlib.suppress(RuntimeError):  # a device that is out of memory may refuse to say so

@@ -27,6 +27,7 @@ TORCH_SAYS = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 79.10 GiB of which 1.25 GiB is "
     "free. Process 1 has 77.80 GiB memory in use. Of the allocated memory 70.00 GiB is allocated by PyTorch."
 )
+SMALL_GPU = "Tried to allocate 512.00 KiB. GPU 0 has a total capacity of 512.00 MiB of which 0 bytes is free. ..."
 MODEL, LAYER = "tiny_gdn_6bit", 4 * 8 * 3 * 128  # bytes of q, k, v a token in a layer of the built-in GDN model
 
 
@@ -139,6 +140,7 @@ def test_a_resumed_trace_counts_every_token_once(tmp_path, monkeypatch):
     [
         (torch.OutOfMemoryError(TORCH_SAYS), "2.00 GiB more were needed on GPU 3, of whose 79.10 GiB 1.25 GiB were f"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), "20.00 MiB|0.02 GiB"),
+        (torch.OutOfMemoryError(SMALL_GPU), "0.50 MiB more were needed on GPU 0, of whose 0.50 GiB 0.00 MiB were free"),
         (RuntimeError("CUDA error: out of memory"), "more was needed on the GPU"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling x"), "more was needed on the GPU"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes"),

@@ -64,6 +64,9 @@ def test_an_interrupted_run_finds_its_files(tmp_path):
     with (tmp_path / "1.safetensors").open("r+b") as file:  # cut short
         file.truncate(40)
     assert LayerStore(tmp_path, 2, FIELDS, "rows").fresh
+    with (tmp_path / "1.safetensors").open("r+b") as file:  # its header is whole
+        file.truncate((tmp_path / "0.safetensors").stat().st_size - 1)
+    assert LayerStore(tmp_path, 2, FIELDS, "rows").fresh
     assert LayerStore(tmp_path, 2, {**FIELDS, "b": (torch.float32, (6,))}, "rows").fresh
 
 

@@ -89,6 +89,19 @@ def test_a_copy_at_every_point_of_a_window(family: Literal["gdn", "kda"], before
     assert torch.equal(pool.pages[3], third)
 
 
+@pytest.mark.parametrize("family", ["gdn", "kda"])
+def test_a_fresh_request_has_nothing_of_the_owner_before(family: Literal["gdn", "kda"]) -> None:
+    """A slot that was given up with tokens pending, and is copied before the new request's prefill is through."""
+    pool = pool_of(4, family)
+    pool.pages[1], pool.table[:, 1] = 255, torch.tensor([1, 3, 3], dtype=torch.int32)
+    for buffers in pool.buffers:
+        buffers.us[1], buffers.keys[1] = 5.0, 5.0
+    pool.begin_extend(torch.tensor([1]), torch.tensor([2]), torch.tensor([0]), torch.tensor([9]))
+    pool.copy(torch.tensor([1]), torch.tensor([2]))
+    assert not pool.pages[1:3].any()
+    assert pool.table[2, 1:3].tolist() == [0, 0]
+
+
 def test_a_copy_waits_for_the_forward_that_may_still_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's scheduler copies on a stream of its own, beside a forward whose last layers may not have run."""
     from stepquant.runtime.sglang import pool as hooks

@@ -77,7 +77,7 @@ class PoolMachine(RuleBasedStateMachine):
         owned = set(self.plain)
         for slot in set(range(1, SLOTS + 1)) - owned:
             self.pool.pages[slot] = 255
-            self.pool.table[2, slot] = 1
+            self.pool.table[:, slot] = 1
         rows = {plain.row for plain in self.plain.values()}
         for buffers in self.pool.buffers:
             for row in set(range(REQUESTS + 1)) - rows:
@@ -109,6 +109,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert int(slots) not in self.plain
             self.plain[int(slots)] = Plain(torch.zeros(LAYERS, HEADS, K, V), fresh(self.window, 0), 0)
             assert bool((self.pool.pages[slots] == 0).all())
+            assert self.pool.table[:, int(slots)].tolist() == [-1, 0, 0]
             self.check(int(slots))
 
     @precondition(lambda self: self.plain)
