@@ -102,6 +102,11 @@ def test_refusals_name_what_is_wrong() -> None:
         PageLayout(shape, np.full((1, 1, 16), 3), "shared")
     with pytest.raises(RecipeError, match="shape"):
         PageLayout(shape, np.full((1, 2, 16), 4), "shared")
+    for rows, columns in ((24, 32), (32, 24)):
+        with pytest.raises(
+            RecipeError, match=f"a {rows} x {columns} state cannot be packed: both must be multiples of 16"
+        ):
+            PageLayout(StateShape(1, rows, columns), np.full((1, 1, rows), 4), "shared")
     with pytest.raises(RecipeError, match="different precision"):
         PageLayout(shape, np.array([4, 8] * 8).reshape(1, 1, 16), "head")
     with pytest.raises(RecipeError, match="granularity"):

@@ -62,6 +62,28 @@ def test_head_codebook(seed: int, shape: tuple[int, int], granularity: int, menu
     check(bits, CodecSpec(codebook="head", group=16), granularity, shape[1], rng)
 
 
+def test_another_codebook_than_the_layout_s_is_refused() -> None:
+    layout = PageLayout(StateShape(1, 16, 32), np.full((1, 1, 16), 4), "shared")
+    with pytest.raises(ValueError, match="the layout has the 'shared' codebook, the codec 'head'"):
+        PackedCodec(layout, 0, torch.ones(1, 16), CodecSpec(codebook="head"))
+
+
+@pytest.mark.parametrize("granularity", [1, 8])
+def test_row_factors_of_pivots_are_zero_in_a_page(granularity: int) -> None:
+    """Kernels read every slot's factor: one of a pivot row would add it to the coded rows' sum."""
+    bits = np.array([4, 16, 8, 16] * 4, np.uint8).reshape(1, 1, 16)
+    layout = PageLayout(StateShape(1, 16, 32), bits, "shared", granularity)
+    packed = PackedCodec(layout, 0, torch.ones(1, 16), CodecSpec(codebook="shared"))
+    pages = packed.pack(torch.randn(3, 1, 16, 32, generator=torch.Generator().manual_seed(0)))
+    start, size = layout.part(0, 0, "r")
+    stored = pages[:, start : start + size].view(torch.float16)[
+        :, torch.from_numpy(layout.row_slot()[0, 0].astype(int))
+    ]
+    pivots = torch.from_numpy(bits[0, 0] == 16)
+    assert bool((stored[:, pivots] == 0).all())
+    assert bool((stored[:, ~pivots] > 0).all())
+
+
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("blocked", [False, True])
 def test_planes_invert(width: int, blocked: bool) -> None:
