@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 COPIED = ("stepquant", "tests", "benchmarks", "conf", "recipes", "requirements", "pyproject.toml", ".ci", "Makefile")
 TABLE = ROOT / "docs" / "mutations.md"
-SECONDS = 600
+SECONDS = 300
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,26 @@ def test_exit_codes_of_the_command(capsys):
     assert "resume" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", [AttributeError, RecipeError])
+def test_ctrl_c_behind_an_error_of_a_library_that_tidies_up(capsys, monkeypatch, kind):
+    """Before a job runs (Hydra composes), and in a job of a sweep, which must not go on with the next one."""
+
+    def tidying(*_: object, **__: object) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise kind("a flag could not be put back")
+
+    seen: list[Recipe] = []
+    sweep = ["recipe=tiny_gdn_6bit", SYNTHETIC, "-m", "budget.bits=5,6"]
+    assert hydra_command(lambda recipe: seen.append(recipe) or tidying(), "compile", sweep) == 130
+    assert len(seen) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("interrupted; run the same command again to resume")
+    monkeypatch.setattr(config.composing, "compose_jobs", tidying)
+    assert hydra_command(seen.append, "compile", sweep) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_recipe_from_a_path(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my.yaml").write_text("defaults:\n  - qwen_6bit\nbudget:\n  bits: 5\n")
