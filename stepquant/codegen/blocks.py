@@ -6,9 +6,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stepquant.codegen.table import T_ROW, table_offset
-from stepquant.codegen.tile import max_rows, spread_columns, spread_rows, sum_columns, sum_rows
-from stepquant.codegen.words import ROUND, power_of_two, reciprocal, square_root, to_scale
+from stepquant.codegen.planes import load_block, load_limits, store_block, unpack_block
+from stepquant.codegen.tile import (
+    block_columns,
+    max_slots,
+    spread_rows,
+    sum_slots,
+    tile_from_words,
+    tile_slots,
+    total_sums,
+    words_from_tile,
+)
+from stepquant.codegen.words import (
+    ROUND,
+    power_of_two,
+    reciprocal,
+    scale_raw,
+    square_root,
+    to_scale,
+)
 
 
 @triton.jit
@@ -25,119 +41,148 @@ def decay_of(p_a, p_dt_bias, a_log, o, inside):
 
 
 @triton.jit
-def quantise(y, c, top, JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr, FOUR: tl.constexpr):
-    """Nearest code of `y / c` in units of z, ties to even; y is X / r and c compact, already rounded to FP16."""
-    inv_c = spread_columns(reciprocal(c.to(tl.float32)), JP, E, G)
-    if FOUR:
-        z = four_levels(y * inv_c) * top
-    else:
-        shift = ROUND * (128.0 - top)  # rounds to a multiple of z of one code
-        z = (y * inv_c + shift) - shift
-        z = tl.minimum(tl.maximum(z, -top), top)
-    return z
-
-
-@triton.jit
 def four_levels(t):
-    """Sign and magnitude: -96, -32, 32, 96 with thresholds at 2 code units of 32; zero counts as positive."""
-    size = tl.where(tl.abs(t) >= 64.0, 96.0, 32.0)
+    """Sign and magnitude: -3, -1, 1, 3 with thresholds at 2; zero counts as positive."""
+    size = tl.where(tl.abs(t) >= 2.0, 3.0, 1.0)
     return tl.where(t < 0, -size, size)
 
 
 @triton.jit
-def round_codes(y, c, top, JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, FOUR: tl.constexpr):
-    """The final codes as floats 1.5 * 2^23 + z; those of a uniform head (BITS > 0) are clamped when they are packed."""
-    inv_c = spread_columns(reciprocal(c.to(tl.float32)), JP, E, G)
-    if FOUR:
-        x = four_levels(y * inv_c) * top + ROUND
-    elif BITS > 0:
-        x = (y * inv_c + ROUND * (128.0 - top)) - ROUND * (127.0 - top)
-    else:
-        shift = ROUND * (128.0 - top)
-        z = (y * inv_c + shift) - shift
-        x = tl.minimum(tl.maximum(z, -top), top) + ROUND
-    return x
+def load_factors(p_r, i_group, slot, K: tl.constexpr, GROUPS: tl.constexpr, HG: tl.constexpr):
+    """Pointers to the stored row factors of a group of columns, compact ``[HG, slots]``, and which exist."""
+    o = tl.arange(0, HG)[:, None] * (GROUPS * K) + i_group * K + slot[None, :]
+    return p_r + o, (slot < K)[None, :] & (tl.arange(0, HG) >= 0)[:, None]
 
 
 @triton.jit
-def fit_codes(
-    x, w, inv_w, top, inv_top, unit, M: tl.constexpr, JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr,
-    REFITS: tl.constexpr, BITS: tl.constexpr, FOUR: tl.constexpr,
-):  # fmt: skip
-    """Dual-axis fit of a head held on the chip.
+def load_constants(p_w, p_bits, slot, H: tl.constexpr, K: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr):
+    """Row weights w (zero in rows without codes), 1 / (n w), step of a code, 1 / largest code, compact `[1, slots]`.
 
-    Args:
-        x: the state tile, FP32; zero in columns that do not exist.
-        w: row weights, compact; inv_w: 1 / (n w), n the columns that share a row factor.
-        top: z of the largest code, against the tile; inv_top: 1 / top. Scalars in a uniform head
-            (BITS > 0, where rows that do not exist are zero anyway); otherwise rows without codes have a top and
-            inv_top of 0. In four-level heads top is 1 in rows that exist.
-        unit: what a stored row factor is multiplied by to be in units of z.
+    In the ``head`` codebook a stored row factor stands for code units, in the ``shared`` one for units of 8-bit codes.
+    """
+    inside = slot < K
+    w, inv_w = tl.load(p_w + slot, mask=inside, other=0.0), tl.load(p_w + H * K + slot, mask=inside, other=1.0)
+    step, inv_top = tl.full([8 * M], 1.0, tl.float32), tl.full([8 * M], 1.0, tl.float32)
+    if BITS == 0:
+        bits = tl.load(p_bits + slot, mask=inside, other=16).to(tl.int32)
+        coded = bits < 16
+        w, step = tl.where(coded, w, 0.0), power_of_two(tl.where(coded, 8 - bits, 0))
+        inv_top = tl.where(coded, tl.where(bits == 8, 1.0 / 127.0, tl.where(bits == 6, 1.0 / 31.0,
+                           tl.where(bits == 4, 1.0 / 7.0, 1.0))), 0.0)  # fmt: skip
+    return w[None, :], inv_w[None, :], step[None, :], inv_top[None, :]
+
+
+@triton.jit
+def fit_rows(
+    total, w, inv_w, step, inv_top, M: tl.constexpr, HG: tl.constexpr, COLUMNS: tl.constexpr, MIXED: tl.constexpr
+):
+    """Row factors from the sums of |X| of a group of columns.
 
     Returns:
-        The tile of codes as `round_codes` gives them, r and c in FP16, compact.
+        r in FP16, compact ``[HG, slots]``; then against the tile: 1 / (r step), the squared weight of a row in the
+        refit, and 1 / largest code (a scalar where heads have one precision).
     """
-    n: tl.constexpr = JP // G if FOUR else 2 * JP
-    r = to_scale(square_root(tl.maximum(sum_columns(tl.abs(x), M, G, FOUR) * inv_w, 1e-20 * n * inv_w)))
-    rho = r.to(tl.float32) * unit
+    mean = tl.maximum(total_sums(total, M, HG) * inv_w, 1e-20 * COLUMNS * inv_w)
+    r = to_scale(square_root(mean))
+    rho = r.to(tl.float32) * step
     weight = rho * w
-    y = x * spread_rows(reciprocal(rho), M, G, FOUR)
+    inv_rho = reciprocal(rho)
+    top = inv_top
+    if MIXED:
+        inv_rho = tl.where(w > 0, inv_rho, 0.0)  # rows without codes count for nothing
+        top = spread_rows(inv_top, M, 1)
+    return r, spread_rows(inv_rho, M, HG), spread_rows(weight * weight, M, HG), top
+
+
+@triton.jit
+def _largest(inv_top, BITS: tl.constexpr):
+    """The largest code, from its reciprocal where rows differ; zero in rows without codes."""
     if BITS > 0:
-        c = to_scale(max_rows(tl.abs(y), JP, E) * inv_top)
+        top: tl.constexpr = 2.0 ** (BITS - 1) - 1
     else:
-        c = to_scale(max_rows(tl.abs(y) * inv_top, JP, E))
-    for _ in tl.static_range(REFITS):
-        z = quantise(y, c, top, JP, E, G, FOUR)
-        part = z * spread_rows(weight * weight, M, G, FOUR)
-        numerator, denominator = sum_rows(part, y, part, z, JP, E)
+        top = tl.where(inv_top > 0, (reciprocal(tl.maximum(inv_top, 1e-3)) + ROUND) - ROUND, 0.0)
+    return top
+
+
+@triton.jit
+def fit_block(x, inv_rho, weight, inv_top, BITS: tl.constexpr, FOUR: tl.constexpr, REFITS: tl.constexpr):
+    """Column scales and codes of a block.
+
+    Args:
+        x: the state tile ``[h, (e, l), n]``, FP32; the others are `fit_rows`'.
+
+    Returns:
+        Codes as floats ROUND + q, not clamped yet, and c in FP16, ``[h, (e, l)]``.
+    """
+    y = x * inv_rho
+    if FOUR:
+        bound = max_slots(tl.abs(y)) * (1.0 / 3.0)
+    elif BITS > 0:
+        TOP: tl.constexpr = 2 ** (BITS - 1) - 1
+        bound = max_slots(tl.abs(y)) * (1.0 / TOP)
+    else:
+        bound = max_slots(tl.abs(y) * inv_top)
+    c = to_scale(bound)
+    for i in tl.static_range(REFITS):
+        inv_c = tl.expand_dims(reciprocal(tl.maximum(c.to(tl.float32), bound * 0.9990234375)), 2)
+        if FOUR:
+            q = four_levels(y * inv_c)
+        else:
+            q = (y * inv_c + ROUND) - ROUND
+            if i > 0:  # the first scales reach every value, later ones need not
+                q = tl.minimum(tl.maximum(q, -_largest(inv_top, BITS)), _largest(inv_top, BITS))
+        numerator, denominator = sum_slots(q * weight, y, q)
         refit = to_scale(numerator * reciprocal(tl.maximum(denominator, 1e-37)))
         c = tl.where(denominator > 0, refit, c)
-    return round_codes(y, c, top, JP, E, G, BITS, FOUR), r, c
-
-
-@triton.jit
-def code_constants(p_bits, slot, K: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, FOUR: tl.constexpr):
-    """z of the largest code and its reciprocal, as `fit_codes` takes them, and the unit of row factors.
-
-    In the ``head`` codebook a code stands for q, not for z = 2^(8-b) q: the unit of its row factors is 2^(b-8).
-    """
+        bound = c.to(tl.float32)
+    inv_c = tl.expand_dims(reciprocal(c.to(tl.float32)), 2)
     if FOUR:
-        top, inv_top, unit = 1.0, 1.0 / 96.0, 1.0 / 32.0
-        if K < 8 * M:
-            top = spread_rows(tl.where(slot < K, 1.0, 0.0), M, 1, False)
-    elif BITS > 0:
-        top: tl.constexpr = 128.0 - 2.0 ** (8 - BITS)
-        inv_top, unit = 1.0 / top, 2.0 ** (BITS - 8)
+        q = (four_levels(y * inv_c) - 1.0) * 0.5 + ROUND
     else:
-        bits = tl.load(p_bits + slot, mask=slot < K, other=16).to(tl.int32)
-        coded = bits < 16
-        step = power_of_two(tl.where(coded, 8 - bits, 0))
-        top = spread_rows(tl.where(coded, 128.0 - step, 0.0), M, 1, False)
-        inv_top = spread_rows(tl.where(coded, _inverse_top(bits), 0.0), M, 1, False)
-        unit = 1.0
-    return top, inv_top, unit
+        q = y * inv_c + ROUND
+    return q, c
 
 
 @triton.jit
-def _inverse_top(bits):
-    """1 / (128 - 2^(8-bits)) for 2, 4, 6 and 8 bits, correctly rounded."""
-    small = tl.where(bits == 4, 1.0 / 112.0, 1.0 / 64.0)
-    return tl.where(bits == 8, 1.0 / 127.0, tl.where(bits == 6, 1.0 / 124.0, small))
+def packed_block(
+    planes, b, p_c, rho, J: tl.constexpr, M: tl.constexpr, E: tl.constexpr, FULL: tl.constexpr,
+    FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
+    """A block of a packed head as a float tile; `rho` holds row factors in units of z, and gates."""
+    words = load_block(planes, b, J, M, E, 1, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO)
+    c = tl.expand_dims(tl.load(p_c + block_columns(b, J, E)), 2).to(tl.float32)
+    z00, z01, z10, z11 = unpack_block(words, M, E, 1, FOUR, NIBBLES, EIGHT, SIX, TWO)
+    return scale_raw(tile_from_words(z00, z01, z10, z11, M, E), c) * rho
 
 
 @triton.jit
-def row_factors(
-    p_page, p_table, slot, K: tl.constexpr, KP: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, FOUR: tl.constexpr
-):
-    """Pointers to the stored row factors, compact, and which exist; HALF is the groups that half the columns have."""
-    p_r = (p_page + table_offset(p_table, T_ROW)).to(tl.pointer_type(tl.float16))
-    if FOUR:
-        o = tl.arange(0, KP * 2 * G)
-        g, h = (o // KP) % G, o // (KP * G)
-        p_r, inside = p_r + (HALF * h + g) * K + o % KP, (o % KP < K) & (g < HALF)
-    else:
-        p_r, inside = p_r + slot, slot < K
-    return p_r, inside
+def store_codes(
+    planes, b, p_c, q, c, p_limits, H: tl.constexpr, K: tl.constexpr, J: tl.constexpr, M: tl.constexpr, E: tl.constexpr,
+    FULL: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
+    FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
+    """Clamp, pack and write the codes and column scales that `fit_block` found."""
+    tl.store(p_c + block_columns(b, J, E), c)
+    limit0, limit1 = 0, 0
+    if BITS == 0:
+        limit0, limit1 = load_limits(p_limits, 0, H, K, M, E), load_limits(p_limits, 1, H, K, M, E)
+    z00, z01, z10, z11 = words_from_tile(q, limit0, limit1, M, E, BITS, ARCH)
+    SHIFT: tl.constexpr = 8 - BITS if BITS > 0 else 0
+    store_block(planes, b, z00, z01, z10, z11, J, M, E, FULL, SHIFT, FOUR, NIBBLES, EIGHT, SIX, TWO)
+
+
+@triton.jit
+def dense_place(
+    p_state, p_order, stride_row, stride_col, b, n_rows, K: tl.constexpr, J: tl.constexpr, M: tl.constexpr,
+    E: tl.constexpr, PERMUTED: tl.constexpr,
+):  # fmt: skip
+    """Pointers to a block of a dense head, against the tile, and which exist (of the first `n_rows` slots)."""
+    slot = tile_slots(M)
+    row = slot
+    if PERMUTED:
+        row = tl.load(p_order + slot, mask=slot < K, other=0)
+    p = p_state + tl.expand_dims(block_columns(b, J, E), 2) * stride_col + tl.reshape(row, (1, 1, 8 * M)) * stride_row
+    return p, tl.reshape(slot < n_rows, (1, 1, 8 * M)) & (tl.arange(0, 2) >= 0)[:, None, None]
 
 
 @triton.jit

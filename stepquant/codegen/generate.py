@@ -17,18 +17,18 @@ from stepquant.codegen import templates_window as tw
 from stepquant.codegen.kernel_plan import TITLES
 from stepquant.codegen.spec import KernelSpec
 
-GENERATOR_VERSION = "2"
+GENERATOR_VERSION = "3"
 PLANES = "NIBBLES, EIGHT, SIX, TWO"
 # Public names of the building blocks, so that a generated file imports what it uses and nothing else.
 BLOCKS = {
-    "blocks": ("code_constants", "fit_codes", "pack_pivots", "read_pivots", "row_factors", "softplus", "unpack_pivots",
-               "update_pivots"),
+    "blocks": ("dense_place", "fit_block", "fit_rows", "load_constants", "load_factors", "pack_pivots", "packed_block",
+               "read_pivots", "softplus", "store_codes", "unpack_pivots", "update_pivots"),
     "matrix": ("add_triple", "multiply_head"),
-    "pending": ("fold_pending", "fold_pivots", "read_pending", "store_entry"),
+    "pending": ("add_window", "fold_pivots", "key_operands", "read_pending", "saturate", "store_entry", "value_factors",
+                "value_operands"),
     "planes": ("load_block", "open_planes", "prefetch_head"),
     "table": ("T_BITS", "T_COLUMN", "T_PIVOT", "T_PIVOTS", "T_ROW", "table_offset"),
-    "tile": ("grouped", "spread_columns", "spread_rows", "sum_rows", "tile_columns"),
-    "tile_planes": ("load_dense", "load_tile", "store_dense", "store_tile"),
+    "tile": ("block_vector", "partial_sums", "spread_rows", "tile_columns"),
 }  # fmt: skip
 
 
@@ -44,8 +44,8 @@ def generate(spec: KernelSpec, plan_hash: str) -> dict[str, str]:
         kernels["step"] = _token_math(spec) + _step(spec)
     else:
         kernels["read"] = _token_math(spec) + _read(spec)
-        kernels["fold"] = _token_math(spec) + _fold(spec, tw.FOLD_KERNEL)
-        kernels["flush"] = _fold(spec, tw.FLUSH_KERNEL)
+        kernels["fold"] = _token_math(spec) + _fold(spec, tw.FOLD_KERNEL, True)
+        kernels["flush"] = _fold(spec, tw.FLUSH_KERNEL, False)
     return {name: _header(spec, name, body, plan_hash) + body for name, body in kernels.items()}
 
 
@@ -108,13 +108,9 @@ def _token_math(spec: KernelSpec) -> str:
     return text
 
 
-def _factor_decay(spec: KernelSpec, gates: str) -> str:
-    return f"grouped({gates}, KP, G, FOUR)" if spec.family == "kda" else f"({gates})"
-
-
 def _mixed_kind() -> str:
     planes = ", ".join(f"{n}={n}" for n in PLANES.split(", "))
-    return f"G=1, FOUR=False, BITS=0, ARCH=ARCH, {planes}"
+    return f"FOUR=False, BITS=0, ARCH=ARCH, {planes}"
 
 
 def _dispatch(spec: KernelSpec, call: str, pivots: str) -> str:
@@ -124,7 +120,7 @@ def _dispatch(spec: KernelSpec, call: str, pivots: str) -> str:
     lines = []
     for bits in spec.precisions:
         four = bits == 2
-        kind = f"G={'JP // GROUP' if four else 1}, FOUR={four}, BITS={bits}, ARCH=ARCH, "
+        kind = f"FOUR={four}, BITS={bits}, ARCH=ARCH, "
         kind += f"NIBBLES={not four}, EIGHT={bits == 8}, SIX={bits == 6}, TWO={four}"
         lines.append(f"    if i_bits == {bits}:\n        {call.format(kind=kind)}\n")
     if spec.pivots == "heads" and pivots:
@@ -132,18 +128,34 @@ def _dispatch(spec: KernelSpec, call: str, pivots: str) -> str:
     return "".join(lines)
 
 
+def _fit(spec: KernelSpec, block: str, base: str) -> dict[str, str]:
+    """The lines of a body that fits: two passes over blocks that `block` makes, row factors times `base` in them."""
+    block = Template(block).safe_substitute(planes=PLANES)
+    mask = t.MASK_PIVOTS if spec.pivots == "rows" else ""
+    return {
+        "planes": PLANES,
+        "open": t.OPEN,
+        "constants": t.CONSTANTS,
+        "factors": Template(t.FACTORS).substitute(base=base),
+        "sums": Template(t.SUMS).substitute(block=block),
+        "fit": Template(t.FIT).substitute(block=block, planes=PLANES, mask_pivots=mask),
+    }
+
+
 def _step(spec: KernelSpec) -> str:
-    rows = spec.pivots == "rows"
-    vector = "decay" if spec.family == "kda" else "decay + tl.zeros([KP], tl.float32)"
+    rows, kda = spec.pivots == "rows", spec.family == "kda"
+    vector = "decay" if kda else "decay + tl.zeros([KP], tl.float32)"
+    block = t.PACKED_BLOCK + "            x += key * block_vector(u, b, JP, E)\n"
     body = Template(t.STEP).substitute(
-        planes=PLANES,
-        factor_decay=_factor_decay(spec, "decay"),
+        _fit(spec, block, "decay[None, :]" if kda else "decay"),
         read_pivots=t.READ_PIVOTS.replace("$decay", vector) if rows else "",
-        mask_pivots=t.MASK_PIVOTS if rows else "",
         update_pivots=t.UPDATE_PIVOTS.replace("u, decay", f"u, {vector}") if rows else "",
     )
     token = "raw_q, raw_k, raw_v, raw_a, raw_dt, a_log, raw_b, scale"
-    call = f"step_codes(p_page, p_table, p_w, p_bits, {token}, slot, row_in, col, col_in, p_out, L2NORM, {{kind}})"
+    call = (
+        f"step_codes(p_page, p_table, p_w, p_bits, p_limits, {token}, slot, row_in, col, col_in, p_out, L2NORM, "
+        "{kind})"
+    )
     pivots = f"step_pivots(p_page, p_table, {token}, col, col_in, p_out, L2NORM)"
     kernel = Template(t.STEP_KERNEL).substitute(token=_token(spec), dispatch=_dispatch(spec, call, pivots))
     return body + (t.STEP_PIVOTS if spec.pivots == "heads" else "") + kernel
@@ -151,19 +163,14 @@ def _step(spec: KernelSpec) -> str:
 
 def _dense(spec: KernelSpec, name: str) -> str:
     """The codec of the prefill boundary, `pack` or `unpack`."""
-    rows = spec.pivots == "rows"
-    constants = "p_w, p_bits" if name == "pack" else "p_bits"
-    call = (
-        f"{name}_codes(p_page, p_table, {constants}, p_state, p_order, stride_row, stride_col, col, col_in, {{kind}})"
-    )
+    constants = "p_w, p_bits, p_limits, " if name == "pack" else ""
+    call = f"{name}_codes(p_page, p_table, {constants}p_state, p_order, stride_row, stride_col, slot, {{kind}})"
     pivots = Template(t.DENSE_PIVOTS).substitute(name=name, permuted=spec.permuted) if spec.pivots != "none" else ""
     return Template(t.PACK if name == "pack" else t.UNPACK).substitute(
-        tile=t.DENSE_TILE,
-        coded="K - tl.load(p_table + T_PIVOTS)" if rows else "K",
+        _fit(spec, Template(t.DENSE_BLOCK).substitute(permuted=spec.permuted), "1.0"),
+        coded="K - tl.load(p_table + T_PIVOTS)" if spec.pivots == "rows" else "K",
         permuted=spec.permuted,
         head=t.DENSE_HEAD,
-        planes=PLANES,
-        mask_pivots="    n_pivots = tl.load(p_table + T_PIVOTS)\n" + t.MASK_PIVOTS if rows else "",
         dispatch=_dispatch(spec, call, ""),
         pivots=pivots,
     )
@@ -187,7 +194,7 @@ def _read(spec: KernelSpec) -> str:
     if spec.pivots != "none":
         vector = "base" if kda else "base + tl.zeros([KP], tl.float32)"
         read_pivots = t.READ_PIVOTS.replace("$decay", vector)
-    functions = Template(tw.READ_CODES).substitute(planes=PLANES)
+    functions = Template(tw.READ_CODES).substitute(planes=PLANES, open=t.OPEN)
     if kda:
         body = Template(tw.BODY_KDA).substitute(kind=_mixed_kind())
     else:
@@ -203,32 +210,29 @@ def _read(spec: KernelSpec) -> str:
     )
 
 
-def _fold(spec: KernelSpec, kernel: str) -> str:
-    kda, rows = spec.family == "kda", spec.pivots == "rows"
-    window = "p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending"
+def _fold(spec: KernelSpec, kernel: str, now: bool) -> str:
+    kda = spec.family == "kda"
     call = (
-        "fold_codes(p_page, p_table, p_w, p_bits, x_k, u, decay, gamma, slot, row_in, col, col_in, "
-        f"{window}, order + i_h * K, {{kind}})"
+        "fold_codes(p_page, p_table, p_w, p_bits, p_limits, base, slot, p_us, p_now, factor, n_pending, keys_now, "
+        f"{now}, {{kind}})"
     )
-    pivots = f"fold_pivot_head(p_page, p_table, x_k, u, decay, gamma, row_in, col, col_in, o_key, {window}, "
-    dispatch = _dispatch(spec, call, pivots + "K)")
-    if rows:
-        dispatch += f"    {pivots}tl.load(p_table + T_PIVOTS))\n"
-    body = Template(tw.FOLD).substitute(
-        planes=PLANES,
-        factor_decay=_factor_decay(spec, "gamma * decay"),
-        tile_decay="spread_rows(decay, M, 1, False)" if kda else "decay",
-        mask_pivots="    n_pivots = tl.load(p_table + T_PIVOTS)\n" + t.MASK_PIVOTS if rows else "",
-    )
-    return (
-        body
-        + (tw.FOLD_PIVOTS if spec.pivots != "none" else "")
-        + Template(kernel).substitute(
-            token=_token(spec),
-            window=tw.LOAD_WINDOW,
-            buffers=_buffers(spec),
-            row=_row(spec),
-            one="tl.full([KP], 1.0, tl.float32)" if kda else "1.0",
-            dispatch=dispatch,
+    base = "spread_rows(base[None, :], M, 1)" if kda else "base"
+    pivots = f"fold_pivot_head(p_page, p_table, {base}, p_us, p_now, factor, n_pending, keys_now, {now})"
+    dispatch = _dispatch(spec, call, pivots)
+    functions = Template(tw.FOLD).substitute(_fit(spec, tw.WINDOW_BLOCK, "base[None, :]" if kda else "base"))
+    if spec.pivots == "rows":
+        functions += tw.FOLD_PIVOT_ROWS
+        dispatch += (
+            "    fold_pivot_rows(\n        p_page, p_table, x_k, decay, gamma, row_in, o_key, p_keys, p_key_scale, "
+            f"p_us, p_u_scale, p_ratio, p_now,\n        n_pending, {now},\n    )\n"
         )
+    elif spec.pivots == "heads":
+        functions += tw.FOLD_PIVOT_HEAD
+    return functions + Template(kernel).substitute(
+        token=_token(spec),
+        window=tw.LOAD_WINDOW,
+        buffers=_buffers(spec),
+        row=_row(spec),
+        one="tl.full([KP], 1.0, tl.float32)" if kda else "1.0",
+        dispatch=tw.FOLD_OPERANDS + dispatch,
     )

@@ -58,7 +58,7 @@ def multiply_block(
     FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
     """Sums over the slots of a block times the digits `t`, ``[h, (e, l), kq]``; FOUR: digits of each half."""
-    z00, z01, z10, z11 = unpack_block(words, M, E, FOUR, NIBBLES, EIGHT, SIX, TWO)
+    z00, z01, z10, z11 = unpack_block(words, M, E, 4, FOUR, NIBBLES, EIGHT, SIX, TWO)
     x = tl.dot(operand(z00, z01, z10, z11, M, E), t, out_dtype=tl.int32)
     if FOUR:
         own = tl.arange(0, 2)[:, None, None, None] == tl.arange(0, 2)[None, None, :, None]
@@ -83,9 +83,9 @@ def multiply_blocks(
     if COUNT == 1:
         following = words
         if FULL and FIRST + 1 < J // (8 * E):
-            following = load_block(planes, FIRST + 1, J, M, E, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO)
+            following = load_block(planes, FIRST + 1, J, M, E, 4, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO)
         if not FULL and FIRST > 0 and FIRST < J // (8 * E):
-            words = load_block(planes, FIRST, J, M, E, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO)
+            words = load_block(planes, FIRST, J, M, E, 4, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO)
         x = multiply_block(words, t, M, E, FOUR, NIBBLES, EIGHT, SIX, TWO)
     else:
         HALF: tl.constexpr = COUNT // 2

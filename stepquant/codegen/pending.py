@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from stepquant.codegen.blocks import load_pivots, pivot_vector, store_pivots
-from stepquant.codegen.tile import tile_column_index, tile_slots
+from stepquant.codegen.tile import block_columns, tile_slots
 from stepquant.codegen.words import SCALE_MAX, SCALE_MIN
 
 
@@ -110,29 +110,75 @@ def read_pending(
 
 
 @triton.jit
-def fold_pending(
-    x, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, decay, p_order,
-    K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, J: tl.constexpr, JP: tl.constexpr, E: tl.constexpr,
-    G: tl.constexpr, SHARED_KEYS: tl.constexpr, PERMUTED: tl.constexpr, INT8: tl.constexpr,
-):  # fmt: skip
-    """Add kbar_i u_i^T of every entry to the tile; entries are read against the tile (neighbours share cache lines).
+def split_half(x):
+    """x as a sum of two halves, to within 2^-22 of it or 2^-25."""
+    high = tl.minimum(tl.maximum(x, -65504.0), 65504.0).to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16)
 
-    `decay` is against the tile, or a scalar; `p_order` gives the model's order of the slots where keys are in it.
+
+@triton.jit
+def key_operands(
+    p_keys, p_key_scale, n_pending, decay, x_k, p_order,
+    K: tl.constexpr, M: tl.constexpr, EN: tl.constexpr, SHARED_KEYS: tl.constexpr, PERMUTED: tl.constexpr,
+    INT8: tl.constexpr,
+):  # fmt: skip
+    """Keys of the pending tokens and, as entry EN - 1, of this one, as right operand of the fold: f16 `[2 EN, 8 M]`.
+
+    A product of floats is a sum of three products of halves, and the matrix units take all entries twice at a time:
+    (u high | u high), then (u low | 0), times (k high | k low), with `value_operands` the left sides. One right operand
+    for both, because it stays in registers over all blocks. KDA keys take the last gate `decay`.
     """
-    o_key, row_in = tile_slots(M), tile_slots(M) < K
+    slot = tile_slots(M)
+    o_key = slot
     if PERMUTED and SHARED_KEYS:
-        o_key = tl.load(p_order + o_key, mask=row_in, other=0)
-    col, col_in = tile_column_index(J, JP, E, G)
-    for i in range(n_pending):
-        key = tl.load(p_keys + i * K + o_key, mask=row_in, other=0).to(tl.float32)
-        factor = 1.0
-        if SHARED_KEYS:
-            factor = tl.load(p_ratio + i)
-        if INT8:
-            factor = factor * tl.load(p_key_scale + i).to(tl.float32) * tl.load(p_u_scale + i).to(tl.float32)
-        u = tl.load(p_us + i * V + col, mask=col_in, other=0).to(tl.float32) * factor
-        x += (key * decay) * u
-    return x
+        o_key = tl.load(p_order + slot, mask=slot < K, other=0)
+    o = tl.arange(0, 2 * EN)[:, None]
+    e = o % EN
+    k = tl.load(p_keys + e * K + o_key[None, :], mask=(e < n_pending) & (slot < K)[None, :], other=0).to(tl.float32)
+    if INT8:
+        k = k * tl.load(p_key_scale + e, mask=e < n_pending, other=0).to(tl.float32)
+    if not SHARED_KEYS:
+        k = k * tl.gather(decay, slot, 0)[None, :]
+    high, low = split_half(tl.where(e == EN - 1, tl.gather(x_k, slot, 0)[None, :], k))
+    return tl.where(o < EN, high, low)
+
+
+@triton.jit
+def value_factors(
+    p_ratio, p_u_scale, n_pending, decay, EN: tl.constexpr, SHARED_KEYS: tl.constexpr, INT8: tl.constexpr
+):
+    """What the stored residuals are multiplied by, `[2 EN]`."""
+    e = tl.arange(0, 2 * EN) % EN
+    factor = tl.full([2 * EN], 1.0, tl.float32)
+    if SHARED_KEYS:
+        factor = tl.load(p_ratio + e, mask=e < n_pending, other=0.0) * decay
+    if INT8:
+        factor = factor * tl.load(p_u_scale + e, mask=e < n_pending, other=0).to(tl.float32)
+    return factor
+
+
+@triton.jit
+def value_operands(
+    p_us, p_now, factor, n_pending, b,
+    V: tl.constexpr, J: tl.constexpr, E: tl.constexpr, EN: tl.constexpr, NOW: tl.constexpr,
+):  # fmt: skip
+    """Residuals of the pending tokens and of this one in a block's columns, as left operands: f16 `[16 E, 2 EN]`."""
+    col = tl.reshape(block_columns(b, J, E), (16 * E, 1))
+    o = tl.arange(0, 2 * EN)[None, :]
+    e = o % EN
+    u = tl.load(p_us + e * V + col, mask=(e < n_pending) & (col >= 0), other=0).to(tl.float32) * factor[None, :]
+    if NOW:
+        u = tl.where(e == EN - 1, tl.load(p_now + col), u)
+    high, low = split_half(u)
+    return high, tl.where(o < EN, low, 0.0)
+
+
+@triton.jit
+def add_window(x, u, k, M: tl.constexpr, E: tl.constexpr):
+    """The tile plus everything pending; u is a pair of operands."""
+    u0, u1 = u
+    x = tl.dot(u1, k, tl.dot(u0, k, tl.reshape(x, (16 * E, 8 * M))))
+    return tl.reshape(x, (2, 8 * E, 8 * M))
 
 
 @triton.jit

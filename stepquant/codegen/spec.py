@@ -90,7 +90,7 @@ class KernelSpec:
             "M": m, "J": half, "JP": j, "E": wide, "KP": 8 * m, "VP": 2 * j, "GROUP": min(self.group, j),
             "NIBBLES": high, "EIGHT": 8 in self.precisions, "SIX": 6 in self.precisions,
             "TWO": 2 in self.precisions and not self.uniform, "REFITS": self.refits,
-            "PIVOT_BLOCK": 8, "W": self.window,
+            "PIVOT_BLOCK": 8, "W": self.window, "EN": max(8, power_of_two(self.window)),
         }  # fmt: skip
 
 
@@ -99,7 +99,8 @@ def head_tables(layout: PageLayout, layer: int, w: ArrayLike, spec: KernelSpec) 
 
     Returns:
         ``table`` int32 `[H, 16]` (columns in `planes`), ``row_w`` float32 `[2, H, K]` (w and 1 / (n w) in slot order, n
-        the columns that share a row factor), ``row_bits`` uint8 `[H, K]` and ``order`` int32 `[H, K]` (slot order).
+        the columns that share a row factor), ``row_bits`` uint8 `[4, H, K]` (precisions, then
+        the limits that `words.to_word` takes) and ``order`` int32 `[H, K]` (slot order).
     """
     heads = np.arange(layout.num_heads)[:, None]
     order = layout.permutation[layer].astype(np.int32)
@@ -122,6 +123,18 @@ def head_tables(layout: PageLayout, layer: int, w: ArrayLike, spec: KernelSpec) 
     return {
         "table": table,
         "row_w": np.stack([weights, 1 / (columns * weights)]).astype(np.float32),
-        "row_bits": np.ascontiguousarray(bits),
+        "row_bits": np.stack([bits, *_limits(bits)]),
         "order": order,
     }
+
+
+def _limits(bits: np.ndarray) -> list[np.ndarray]:
+    """Largest code of every row, and masks of rows whose codes are shifted left by 2, and by 4, to 8-bit units."""
+    coded = bits < PIVOT
+    shift = np.where(coded, 8 - bits.astype(np.int64), 0)
+    top = np.where(coded, (1 << (7 - shift)) - 1, 1)
+    return [
+        top.astype(np.uint8),
+        np.where(shift & 2, 255, 0).astype(np.uint8),
+        np.where(shift & 4, 255, 0).astype(np.uint8),
+    ]

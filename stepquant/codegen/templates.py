@@ -53,47 +53,63 @@ def token_gates(raw_a, raw_dt, a_log, raw_b):
 
 '''
 
+# The frame of everything that fits: pointers and constants of a head, row factors of a group of columns, their fit.
+OPEN = """    FULL: tl.constexpr = BITS > 0 and K == 8 * M  # every row of the tile is there
+    HG: tl.constexpr = 2 if FOUR else 1
+    GROUPS: tl.constexpr = J // GROUP if FOUR else 1
+    BLOCKS: tl.constexpr = J // (8 * E * GROUPS)
+    UNIT: tl.constexpr = 1.0 / 32.0 if FOUR else (2.0 ** (BITS - 8) if BITS > 0 else 1.0)
+    planes = open_planes(p_page, p_table, 1)
+    p_r = (p_page + table_offset(p_table, T_ROW)).to(tl.pointer_type(tl.float16))
+    p_c = (p_page + table_offset(p_table, T_COLUMN)).to(tl.pointer_type(tl.float16))
+"""
+CONSTANTS = "    w, inv_w, step_of, inv_largest = load_constants(p_w, p_bits, slot, H, K, M, BITS)\n"
+FACTORS = """        q_r, r_in = load_factors(p_r, g, slot, K, GROUPS, HG)
+        rho = spread_rows(tl.load(q_r, mask=r_in, other=0).to(tl.float32) * (UNIT * $base), M, HG)
+"""
+FIT = """        r, inv_rho, weight, inv_top = fit_rows(
+            total, w, inv_w, step_of, inv_largest, M, HG, GROUP if FOUR else V, BITS == 0
+        )
+$mask_pivots        tl.store(q_r, r, mask=r_in)
+        for b in tl.range(g * BLOCKS, (g + 1) * BLOCKS, num_stages=1):
+$block            q, c = fit_block(x, inv_rho, weight, inv_top, BITS, FOUR, REFITS)
+            store_codes(planes, b, p_c, q, c, p_limits, H, K, J, M, E, FULL, BITS, ARCH, FOUR, $planes)
+"""
+SUMS = """        total = tl.zeros([HG, 8, 8 * M], tl.float32)
+        for b in tl.range(g * BLOCKS, (g + 1) * BLOCKS, num_stages=1):
+$block            total += partial_sums(tl.abs(x), M, E, HG)
+"""
+MASK_PIVOTS = "        r = tl.where((slot < K - tl.load(p_table + T_PIVOTS))[None, :], r, 0.0)\n"
+PACKED_BLOCK = "            x = packed_block(planes, b, p_c, rho, J, M, E, FULL, FOUR, $planes)\n"
+
 STEP = '''
 @triton.jit
 def step_codes(
-    p_page, p_table, p_w, p_bits, raw_q, raw_k, raw_v, raw_a, raw_dt, a_log, raw_b, scale, slot, row_in, col, col_in,
-    p_out, L2NORM: tl.constexpr, G: tl.constexpr, FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
+    p_page, p_table, p_w, p_bits, p_limits, raw_q, raw_k, raw_v, raw_a, raw_dt, a_log, raw_b, scale, slot, row_in,
+    col, col_in, p_out, L2NORM: tl.constexpr, FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
     NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
-    """Update and readout of a head of integer rows, then fit, quantise and pack; the state stays on the chip."""
-    p_r, r_in = row_factors(p_page, p_table, slot, K, KP, G, J // GROUP if FOUR else 1, FOUR)
-    p_c = (p_page + table_offset(p_table, T_COLUMN)).to(tl.pointer_type(tl.float16)) + col
-    rho, c = tl.load(p_r, mask=r_in, other=0).to(tl.float32), tl.load(p_c, mask=col_in, other=0).to(tl.float32)
-    w, inv_w = tl.load(p_w + slot, mask=row_in, other=1.0), tl.load(p_w + H * K + slot, mask=row_in, other=1.0)
-    x = load_tile(p_page, p_table, J, M, JP, E, G, FOUR, $planes)
-    top, inv_top, unit = code_constants(p_bits, slot, K, M, BITS, FOUR)
-    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
+    """Update and readout of a head of integer rows, then fit, quantise and pack: a read, and two passes over blocks."""
+$open    G: tl.constexpr = JP // GROUP if FOUR else 1
+    bytes_of = open_planes(p_page, p_table, 4)
+    words = load_block(bytes_of, 0, J, M, E, 4, FULL, FOUR, $planes)
+    c_read = tl.load(p_c + col, mask=col_in, other=0).to(tl.float32)
+$constants    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
     decay, beta = token_gates(raw_a, raw_dt, a_log, raw_b)
-    rho = rho * unit * $factor_decay
-
-    # Read: k^T D S and q^T D S, then u and y.
-    k_rho, q_rho = rho * grouped(x_k, KP, G, FOUR), rho * grouped(x_q, KP, G, FOUR)
-    h_k, h_q = sum_rows(x, spread_rows(k_rho, M, G, FOUR), x, spread_rows(q_rho, M, G, FOUR), JP, E)
-    h_k, h_q = h_k * c, h_q * c
+    h_k, h_q = multiply_head(
+        bytes_of, words, p_r, c_read, x_k * decay, x_q * decay, slot, K, J, M, JP, E, G, UNIT, FULL, FOUR, $planes
+    )
 $read_pivots    u = beta * (raw_v.to(tl.float32) - h_k)
     tl.store(p_out, (h_q + qk * u).to(p_out.dtype.element_ty), mask=col_in)
-
-    # X = D S + k u^T, and back into the page.
-    x = x * spread_columns(c, JP, E, G) * spread_rows(rho, M, G, FOUR)
-    x += spread_rows(x_k, M, 1, False) * spread_columns(u, JP, E, G)
-    w, inv_w = grouped(w, KP, G, FOUR), grouped(inv_w, KP, G, FOUR)
-    z, r, c = fit_codes(x, w, inv_w, top, inv_top, unit, M, JP, E, G, REFITS, BITS, FOUR)
-$mask_pivots    tl.store(p_r, r, mask=r_in)
-    tl.store(p_c, c, mask=col_in)
-    store_tile(p_page, p_table, z, J, M, JP, E, BITS, ARCH, $planes)
-$update_pivots
+    key = spread_rows(x_k[None, :], M, 1)
+    for g in tl.static_range(GROUPS):
+$factors$sums$fit$update_pivots
 '''
 
 READ_PIVOTS = """    n_pivots = tl.load(p_table + T_PIVOTS)
     p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
     h_k, h_q = read_pivots(h_k, h_q, p_pivots, n_pivots, x_k, x_q, $decay, col, col_in, K, V, KP, PIVOT_BLOCK)
 """
-MASK_PIVOTS = "    r = tl.where(slot < K - n_pivots, r, 0.0)\n"
 UPDATE_PIVOTS = "    update_pivots(p_pivots, n_pivots, x_k, u, decay, col, col_in, K, V, KP, PIVOT_BLOCK)\n"
 
 STEP_PIVOTS = '''
@@ -128,7 +144,8 @@ $token    p_out = out + i_n * stride_out + i_h * V + col
         tl.store(p_out, tl.zeros([VP], out.dtype.element_ty), mask=col_in)
         return
     p_page = pages + i_slot * stride_page
-    p_w, p_bits = row_w + i_h * K, row_bits + i_h * K
+    prefetch_head(p_page, p_table)
+    p_w, p_bits, p_limits = row_w + i_h * K, row_bits + i_h * K, row_bits + (H + i_h) * K
 $dispatch
 '''
 
@@ -141,32 +158,20 @@ DENSE_HEAD = """    i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     p_page = pages + i_slot * stride_page
     p_state = state + i_n * stride_state + i_h * stride_head
     p_order = order + i_h * K
-    col, col_in = tile_columns(J, JP)
-"""
-
-DENSE_TILE = """    slot = tl.arange(0, KP)
-    row_in = slot < K
-    p_r, r_in = row_factors(p_page, p_table, slot, K, KP, G, J // GROUP if FOUR else 1, FOUR)
-    p_c = (p_page + table_offset(p_table, T_COLUMN)).to(tl.pointer_type(tl.float16)) + col
+    slot = tl.arange(0, KP)
 """
 
 PACK = '''
 @triton.jit
 def pack_codes(
-    p_page, p_table, p_w, p_bits, p_state, p_order, stride_row, stride_col, col, col_in,
-    G: tl.constexpr, FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
+    p_page, p_table, p_w, p_bits, p_limits, p_state, p_order, stride_row, stride_col, slot,
+    FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
     NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
     """Fit, quantise and pack a dense head."""
-$tile    x = load_dense(p_state, p_order, stride_row, stride_col, K, J, M, JP, E, G, K, $permuted)
-    top, inv_top, unit = code_constants(p_bits, slot, K, M, BITS, FOUR)
-    w = grouped(tl.load(p_w + slot, mask=row_in, other=1.0), KP, G, FOUR)
-    inv_w = grouped(tl.load(p_w + H * K + slot, mask=row_in, other=1.0), KP, G, FOUR)
-    z, r, c = fit_codes(x, w, inv_w, top, inv_top, unit, M, JP, E, G, REFITS, BITS, FOUR)
-$mask_pivots    tl.store(p_r, r, mask=r_in)
-    tl.store(p_c, c, mask=col_in)
-    store_tile(p_page, p_table, z, J, M, JP, E, BITS, ARCH, $planes)
-
+$open$constants    for g in tl.static_range(GROUPS):
+        q_r, r_in = load_factors(p_r, g, slot, K, GROUPS, HG)
+$sums$fit
 
 @triton.jit
 def pack(
@@ -174,23 +179,22 @@ def pack(
     state, stride_state, stride_head, stride_row, stride_col, ARCH: tl.constexpr,
 ):
     """Prefill boundary: program (h, n) packs head h of dense FP32 state n into page `slots[n]`; -1 does nothing."""
-$head    p_w, p_bits = row_w + i_h * K, row_bits + i_h * K
+$head    p_w, p_bits, p_limits = row_w + i_h * K, row_bits + i_h * K, row_bits + (H + i_h) * K
 $dispatch$pivots'''
 
 UNPACK = '''
 @triton.jit
 def unpack_codes(
-    p_page, p_table, p_bits, p_state, p_order, stride_row, stride_col, col, col_in,
-    G: tl.constexpr, FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
+    p_page, p_table, p_state, p_order, stride_row, stride_col, slot,
+    FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
     NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
     """Read a packed head back as it was quantised."""
-$tile    x = load_tile(p_page, p_table, J, M, JP, E, G, FOUR, $planes)
-    top, inv_top, unit = code_constants(p_bits, slot, K, M, BITS, FOUR)
-    rho = tl.load(p_r, mask=r_in, other=0).to(tl.float32) * unit
-    c = tl.load(p_c, mask=col_in, other=0).to(tl.float32)
-    x = x * spread_rows(rho, M, G, FOUR) * spread_columns(c, JP, E, G)
-    store_dense(p_state, p_order, stride_row, stride_col, x, $coded, J, M, JP, E, K, $permuted)
+$open    for g in tl.static_range(GROUPS):
+$factors        for b in tl.range(g * BLOCKS, (g + 1) * BLOCKS, num_stages=1):
+            x = packed_block(planes, b, p_c, rho, J, M, E, FULL, FOUR, $planes)
+            p, inside = dense_place(p_state, p_order, stride_row, stride_col, b, $coded, K, J, M, E, $permuted)
+            tl.store(p, x, mask=inside)
 
 
 @triton.jit
@@ -199,12 +203,16 @@ def unpack(
     state, stride_state, stride_head, stride_row, stride_col, ARCH: tl.constexpr,
 ):
     """Prefill boundary: program (h, n) writes head h of page `slots[n]` to dense FP32 state n; -1 does nothing."""
-$head    p_bits = row_bits + i_h * K
-$dispatch$pivots'''
+$head$dispatch$pivots'''
 
-DENSE_PIVOTS = """    n_pivots = tl.load(p_table + T_PIVOTS)
+DENSE_BLOCK = """\
+            p, inside = dense_place(p_state, p_order, stride_row, stride_col, b, K, K, J, M, E, $permuted)
+            x = tl.load(p, mask=inside, other=0)
+"""
+DENSE_PIVOTS = """    col, col_in = tile_columns(J, JP)
     p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
     ${name}_pivots(
-        p_pivots, n_pivots, p_state, p_order, col, col_in, stride_row, stride_col, K, V, PIVOT_BLOCK, $permuted
+        p_pivots, tl.load(p_table + T_PIVOTS), p_state, p_order, col, col_in, stride_row, stride_col,
+        K, V, PIVOT_BLOCK, $permuted,
     )
 """

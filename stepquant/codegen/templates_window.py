@@ -20,18 +20,15 @@ BUFFERS = """    p_us = us + (i_buffer * H + i_h) * ((W - 1) * V)
 READ_CODES = '''
 @triton.jit
 def read_codes(
-    p_page, p_table, x_k, x_q, slot, col, col_in, G: tl.constexpr, FOUR: tl.constexpr, BITS: tl.constexpr,
-    ARCH: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
+    p_page, p_table, x_k, x_q, slot, col, col_in, FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
+    NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
     """k^T S and q^T S of a head of integer rows, for k and q with all that depends on the row in them."""
-    FULL: tl.constexpr = BITS > 0 and K == 8 * M  # every row of the tile is there
-    UNIT: tl.constexpr = 1.0 / 32.0 if FOUR else (2.0 ** (BITS - 8) if BITS > 0 else 1.0)
-    planes = open_planes(p_page, p_table)
-    words = load_block(planes, 0, J, M, E, FULL, FOUR, $planes)
-    p_r = (p_page + table_offset(p_table, T_ROW)).to(tl.pointer_type(tl.float16))
-    p_c = (p_page + table_offset(p_table, T_COLUMN)).to(tl.pointer_type(tl.float16))
+$open    G: tl.constexpr = JP // GROUP if FOUR else 1
+    bytes_of = open_planes(p_page, p_table, 4)
+    words = load_block(bytes_of, 0, J, M, E, 4, FULL, FOUR, $planes)
     c = tl.load(p_c + col, mask=col_in, other=0).to(tl.float32)
-    return multiply_head(planes, words, p_r, c, x_k, x_q, slot, K, J, M, JP, E, G, UNIT, FULL, FOUR, $planes)
+    return multiply_head(bytes_of, words, p_r, c, x_k, x_q, slot, K, J, M, JP, E, G, UNIT, FULL, FOUR, $planes)
 
 '''
 
@@ -97,46 +94,52 @@ APPEND_KDA = """        store_entry(p_keys, p_key_scale, x_k, n_pending, n_pendi
 FOLD = '''
 @triton.jit
 def fold_codes(
-    p_page, p_table, p_w, p_bits, x_k, u, decay, gamma, slot, row_in, col, col_in,
-    p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, p_order,
-    G: tl.constexpr, FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
+    p_page, p_table, p_w, p_bits, p_limits, base, slot, p_us, p_now, factor, n_pending, keys_now, NOW: tl.constexpr,
+    FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
     NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
-    """Everything pending into a head of integer rows, then fit, quantise and pack; the state stays on the chip."""
-    p_r, r_in = row_factors(p_page, p_table, slot, K, KP, G, J // GROUP if FOUR else 1, FOUR)
-    p_c = (p_page + table_offset(p_table, T_COLUMN)).to(tl.pointer_type(tl.float16)) + col
-    rho, c = tl.load(p_r, mask=r_in, other=0).to(tl.float32), tl.load(p_c, mask=col_in, other=0).to(tl.float32)
-    w, inv_w = tl.load(p_w + slot, mask=row_in, other=1.0), tl.load(p_w + H * K + slot, mask=row_in, other=1.0)
-    x = load_tile(p_page, p_table, J, M, JP, E, G, FOUR, $planes)
-    top, inv_top, unit = code_constants(p_bits, slot, K, M, BITS, FOUR)
-    rho = rho * unit * $factor_decay
-    x = x * spread_columns(c, JP, E, G) * spread_rows(rho, M, G, FOUR)
-    x = fold_pending(
-        x, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, $tile_decay, p_order,
-        K, V, M, J, JP, E, G, SHARED_KEYS, PERMUTED, INT8,
-    )
-    x += spread_rows(x_k, M, 1, False) * spread_columns(u, JP, E, G)
-    w, inv_w = grouped(w, KP, G, FOUR), grouped(inv_w, KP, G, FOUR)
-    z, r, c = fit_codes(x, w, inv_w, top, inv_top, unit, M, JP, E, G, REFITS, BITS, FOUR)
-$mask_pivots    tl.store(p_r, r, mask=r_in)
-    tl.store(p_c, c, mask=col_in)
-    store_tile(p_page, p_table, z, J, M, JP, E, BITS, ARCH, $planes)
+    """Everything pending into a head of integer rows, then fit, quantise and pack.
 
+    Two passes over the blocks, each made from the page and the window again: sums of |X|, then all the rest.
+    """
+$open$constants    for g in tl.static_range(GROUPS):
+$factors$sums$fit
 '''
 
-FOLD_PIVOTS = '''
+WINDOW_BLOCK = """            x = packed_block(planes, b, p_c, rho, J, M, E, FULL, FOUR, $planes)
+            x = add_window(x, value_operands(p_us, p_now, factor, n_pending, b, V, J, E, EN, NOW), keys_now, M, E)
+"""
+
+FOLD_PIVOT_ROWS = '''
 @triton.jit
-def fold_pivot_head(
-    p_page, p_table, x_k, u, decay, gamma, row_in, col, col_in, o_key,
-    p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, n_pivots,
+def fold_pivot_rows(
+    p_page, p_table, x_k, decay, gamma, row_in, o_key, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, p_now, n_pending,
+    NOW: tl.constexpr,
 ):
-    """Everything pending into the FP16 rows of a head."""
+    """Everything pending into the FP16 rows of a head of integer rows."""
+    col, col_in = tile_columns(J, JP)
+    u = tl.zeros([VP], tl.float32)
+    if NOW:
+        u = tl.load(p_now + col, mask=col_in, other=0)
     p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
     ones = tl.full([KP], 1.0, tl.float32)
     fold_pivots(
-        p_pivots, n_pivots, gamma * ones, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, decay * ones,
-        x_k, u, o_key, row_in, col, col_in, K, V, KP, PIVOT_BLOCK, SHARED_KEYS, INT8,
+        p_pivots, tl.load(p_table + T_PIVOTS), gamma * ones, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending,
+        decay * ones, x_k, u, o_key, row_in, col, col_in, K, V, KP, PIVOT_BLOCK, SHARED_KEYS, INT8,
     )
+
+'''
+
+FOLD_PIVOT_HEAD = '''
+@triton.jit
+def fold_pivot_head(p_page, p_table, base, p_us, p_now, factor, n_pending, keys_now, NOW: tl.constexpr):
+    """Everything pending into a head that is kept in FP16."""
+    p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
+    for b in tl.range(0, J // (8 * E), num_stages=1):
+        p, inside = dense_place(p_pivots, p_pivots, V, 1, b, K, K, J, M, E, False)
+        x = tl.load(p, mask=inside, other=0).to(tl.float32) * base
+        x = add_window(x, value_operands(p_us, p_now, factor, n_pending, b, V, J, E, EN, NOW), keys_now, M, E)
+        tl.store(p, saturate(x, p_pivots).to(tl.float16), mask=inside)
 
 '''
 
@@ -155,8 +158,7 @@ def fold(
 $token$window    if i_slot < 0:
         return
     p_page = pages + i_slot * stride_page
-    p_w, p_bits = row_w + i_h * K, row_bits + i_h * K
-    u = tl.load(u_now + (i_n * H + i_h) * V + col, mask=col_in, other=0)
+    p_now = u_now + (i_n * H + i_h) * V
 $buffers    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
     decay, beta = token_gates(raw_a, raw_dt, a_log, raw_b)
 $dispatch'''
@@ -176,12 +178,18 @@ $window    if i_slot < 0:
         return
     if n_pending == 0:
         return
-    col, col_in = tile_columns(J, JP)
     p_page = pages + i_slot * stride_page
-    p_w, p_bits = row_w + i_h * K, row_bits + i_h * K
     slot = tl.arange(0, KP)
     row_in = slot < K
     row = $row
 $buffers    decay = $one
-    x_k, u = tl.zeros([KP], tl.float32), tl.zeros([VP], tl.float32)
+    x_k, p_now = tl.zeros([KP], tl.float32), gammas  # there is no token: neither is used
 $dispatch'''
+
+FOLD_OPERANDS = """    p_w, p_bits, p_limits = row_w + i_h * K, row_bits + i_h * K, row_bits + (H + i_h) * K
+    factor = value_factors(p_ratio, p_u_scale, n_pending, decay, EN, SHARED_KEYS, INT8)
+    keys_now = key_operands(
+        p_keys, p_key_scale, n_pending, decay, x_k, order + i_h * K, K, M, EN, SHARED_KEYS, PERMUTED, INT8
+    )
+    base = gamma * decay
+"""

@@ -1,20 +1,16 @@
 # mypy: ignore-errors
-"""The float tile that holds a head on the chip, and how vectors go against it.
+"""The float tile that holds a block of a head on the chip, and how vectors go against it.
 
-One program works on one head of one request. Its K x V state is held as one tile of eight axes
+A block (`planes`) is a tile ``[h, (e, l), n]``: 16E value columns against all 8M slots, with the slots in the order
 
-    [m, g, c, e, i, l, h, s]     key slot 8m + 4s + i, value column h J + 8 E b + 8 e + 2 l2 + l,  (b, l2) = (g, c)
+    n = (s, i1, a, d, j)   for slot 8 (4a + d) + 4s + 2 i1 + j,
 
-which is how the words of a page unpack (`stepquant.layout`): m, i and s are the rows, the others the columns; a thread
-has 8 rows by 8 columns. There is more than one g in four-level heads only, where the columns of a g and h share a row
-factor.
+which is at once how the words of a page unpack and how the matrix units hold a sum of products [columns, slots]. A
+thread has 2E columns, and sums over columns of several blocks stay in it until the last.
 
-Vectors live in two forms. *Compact*: flat, rows in slot order, columns in column order (halves padded to JP), a value a
-thread; arithmetic on vectors is done here. *Spread*: broadcast against the tile. Going from one to the other is a
-`tl.gather`, which also keeps Triton from computing a vector in the tile's layout, where many threads would compute each
-value. Rows and columns are padded to powers of two; what is padded holds zeros.
-
-Constants: M = slots / 8 and JP, padded; E = B / 8; G = groups in a half (1: not grouped).
+Vectors live in two forms. *Compact*: rows in slot order, row factors as ``[HG, slots]`` (HG = 2 in four-level heads,
+where the column halves have their own, otherwise 1), columns in column order; arithmetic on vectors is done here.
+*Spread*: against the tile. Constants: M = slots / 8, a power of two; E = B / 8.
 Prefixes everywhere: p_ pointer, o_ index or offset, n_ count, x a tile of the state, z a tile of codes.
 """
 
@@ -22,6 +18,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from stepquant.codegen.words import raw_float, to_word
 
 
 @triton.jit
@@ -32,122 +30,138 @@ def tile_columns(J: tl.constexpr, JP: tl.constexpr):
 
 
 @triton.jit
-def spread_rows(x, M: tl.constexpr, G: tl.constexpr, GROUPED: tl.constexpr):
-    """Compact rows (row factors ``[2 G, 8 M]``, where grouped) against the tile."""
-    if GROUPED:
-        o = tl.arange(0, 16 * M * G)  # m, g, i, h, s
-        slot = 8 * (o // (16 * G)) + 4 * (o % 2) + (o // 4) % 4
-        factor = G * ((o // 2) % 2) + (o // 16) % G
-        x = tl.reshape(tl.gather(x, factor * (8 * M) + slot, 0), (M, G, 1, 1, 4, 1, 2, 2))
-    else:
-        o = tl.arange(0, 8 * M)  # m, i, s
-        x = tl.reshape(tl.gather(x, 8 * (o // 8) + 4 * (o % 2) + (o // 2) % 4, 0), (M, 1, 1, 1, 4, 1, 1, 2))
-    return x
+def block_columns(b, J: tl.constexpr, E: tl.constexpr):
+    """Value columns of block `b`, ``[h, (e, l)]``."""
+    return tl.arange(0, 2)[:, None] * J + (tl.arange(0, 8 * E) + 8 * E * b)[None, :]
 
 
 @triton.jit
-def _place_column(o, JP: tl.constexpr, E: tl.constexpr):
-    """Which compact column is at place `o` of the flat order (g, c, e, l, h)."""
-    chunk = 2 * (o // (4 * E)) + (o // 2) % 2
-    return JP * (o % 2) + 8 * E * (chunk // 8) + 8 * ((o // 4) % E) + chunk % 8
-
-
-@triton.jit
-def _column_place(o, JP: tl.constexpr, E: tl.constexpr):
-    """The inverse of `_place_column`."""
-    j = o % JP
-    chunk = 8 * (j // (8 * E)) + j % 8
-    return 4 * E * (chunk // 2) + 4 * ((j // 8) % E) + 2 * (chunk % 2) + o // JP
-
-
-@triton.jit
-def spread_columns(x, JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr):
-    """Compact columns against the tile."""
-    x = tl.gather(x, _place_column(tl.arange(0, 2 * JP), JP, E), 0)
-    return tl.reshape(x, (1, G, JP // (2 * E * G), E, 1, 2, 2, 1))
-
-
-@triton.jit
-def _row_slices(x):
-    """A tile as eight ``[m, g, c, e, l, h]``, one for each i and s, so that sums over them are chains of fused adds."""
-    s0, s1 = tl.split(x)  # [m, g, c, e, i, l, h]
-    s0 = tl.reshape(s0, (s0.shape[0], s0.shape[1], s0.shape[2], s0.shape[3], 2, 2, s0.shape[5], s0.shape[6]))
-    s1 = tl.reshape(s1, (s1.shape[0], s1.shape[1], s1.shape[2], s1.shape[3], 2, 2, s1.shape[5], s1.shape[6]))
-    a, b = tl.split(tl.permute(s0, (0, 1, 2, 3, 6, 7, 4, 5)))
-    c, d = tl.split(tl.permute(s1, (0, 1, 2, 3, 6, 7, 4, 5)))
-    a0, a1 = tl.split(a)
-    b0, b1 = tl.split(b)
-    c0, c1 = tl.split(c)
-    d0, d1 = tl.split(d)
-    return a0, a1, b0, b1, c0, c1, d0, d1
-
-
-@triton.jit
-def _chain(x, y):
-    """Sum over i and s of x * y; either may be broadcast."""
-    x0, x1, x2, x3, x4, x5, x6, x7 = _row_slices(x)
-    y0, y1, y2, y3, y4, y5, y6, y7 = _row_slices(y)
-    total = x1 * y1 + x0 * y0
-    total = x2 * y2 + total
-    total = x3 * y3 + total
-    total = x4 * y4 + total
-    total = x5 * y5 + total
-    total = x6 * y6 + total
-    return x7 * y7 + total
-
-
-@triton.jit
-def sum_rows(x, p, y, q, JP: tl.constexpr, E: tl.constexpr):
-    """Sums over the rows of x * p and of y * q, as compact columns; x and y are tiles, p and q may be row vectors."""
-    xy = tl.reshape(tl.sum(tl.join(_chain(x, p), _chain(y, q)), 0), (4 * JP,))
-    o = tl.arange(0, 4 * JP)
-    return tl.split(tl.reshape(tl.gather(xy, 2 * _column_place(o // 2, JP, E) + o % 2, 0), (2 * JP, 2)))
-
-
-@triton.jit
-def max_rows(x, JP: tl.constexpr, E: tl.constexpr):
-    """Largest value over the rows, as compact columns."""
-    x = tl.reshape(tl.max(tl.max(tl.max(x, 7), 4), 0), (2 * JP,))
-    return tl.gather(x, _column_place(tl.arange(0, 2 * JP), JP, E), 0)
-
-
-@triton.jit
-def sum_columns(x, M: tl.constexpr, G: tl.constexpr, GROUPED: tl.constexpr):
-    """Sums over the columns (of each group, where grouped), as compact rows (row factors)."""
-    if GROUPED:
-        f = tl.arange(0, 16 * M * G)
-        slot, g, h = f % (8 * M), (f // (8 * M)) % G, f // (8 * M * G)
-        place = 16 * G * (slot // 8) + 16 * g + 4 * (slot % 4) + 2 * h + (slot // 4) % 2
-        x = tl.sum(tl.sum(tl.sum(x, 5), 3), 2)  # [m, g, i, h, s]
-        x = tl.gather(tl.reshape(x, (16 * M * G,)), place, 0)
-    else:
-        o = tl.arange(0, 8 * M)
-        x = tl.sum(tl.sum(tl.sum(x, 6), 5), 3)  # within a thread: [m, g, c, i, s]
-        x = tl.reshape(tl.sum(tl.sum(x, 2), 1), (8 * M,))
-        x = tl.gather(x, 8 * (o // 8) + 2 * (o % 4) + (o // 4) % 2, 0)
-    return x
-
-
-@triton.jit
-def grouped(x, KP: tl.constexpr, G: tl.constexpr, FOUR: tl.constexpr):
-    """Compact rows as they go with compact row factors."""
-    if FOUR:
-        x = tl.gather(x, tl.arange(0, KP * 2 * G) % KP, 0)
-    return x
+def block_vector(x, b, JP: tl.constexpr, E: tl.constexpr):
+    """Compact columns of block `b` against the tile."""
+    o = tl.arange(0, 16 * E)
+    x = tl.gather(x, o // (8 * E) * JP + o % (8 * E) + 8 * E * b, 0)
+    return tl.reshape(x, (2, 8 * E, 1))
 
 
 @triton.jit
 def tile_slots(M: tl.constexpr):
-    """Key slots against the tile."""
-    m, i, s = tl.arange(0, M)[:, None, None], tl.arange(0, 4)[None, :, None], tl.arange(0, 2)[None, None, :]
-    return tl.reshape(8 * m + 4 * s + i, (M, 1, 1, 1, 4, 1, 1, 2))
+    """Slot of every place of the tile's last axis."""
+    n, A = tl.arange(0, 8 * M), M // 4
+    return 32 * ((n // 8) % A) + 8 * ((n // 2) % 4) + 4 * (n // (16 * A)) + 2 * ((n // (8 * A)) % 2) + n % 2
 
 
 @triton.jit
-def tile_column_index(J: tl.constexpr, JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr):
-    """Value columns against the tile, and which exist."""
-    chunk = 2 * tl.arange(0, JP // (2 * E))[:, None] + tl.arange(0, 2)[None, :]
-    j = 8 * E * (chunk // 8)[:, None, :] + 8 * tl.arange(0, E)[None, :, None] + (chunk % 8)[:, None, :]
-    h = tl.arange(0, 2)[None, None, None, :]
-    shape: tl.constexpr = (1, G, JP // (2 * E * G), E, 1, 2, 2, 1)
-    return tl.reshape(j[:, :, :, None] + J * h, shape), tl.reshape((j < J)[:, :, :, None] & (h < 2), shape)
+def slot_places(M: tl.constexpr):
+    """The inverse of `tile_slots`: place of every slot."""
+    o, A = tl.arange(0, 8 * M), M // 4
+    return 8 * ((2 * ((o // 4) % 2) + (o // 2) % 2) * A + o // 32) + 2 * ((o // 8) % 4) + o % 2
+
+
+@triton.jit
+def spread_rows(x, M: tl.constexpr, HG: tl.constexpr):
+    """Compact row factors ``[HG, slots]`` against the tile."""
+    o = tile_slots(M)[None, :] + tl.zeros([HG, 8 * M], tl.int32)
+    return tl.expand_dims(tl.gather(x, o, 1), 1)
+
+
+@triton.jit
+def partial_sums(x, M: tl.constexpr, E: tl.constexpr, HG: tl.constexpr):
+    """Sums over the columns that a thread has, ``[HG, l, n]``."""
+    x = tl.reshape(x, (2, E, 8, 8 * M))
+    if E == 2:
+        x = tl.sum(x, 1)
+    if HG == 1:
+        x = tl.sum(tl.reshape(x, (2, 8, 8 * M)), 0)
+    return tl.reshape(x, (HG, 8, 8 * M))
+
+
+@triton.jit
+def total_sums(x, M: tl.constexpr, HG: tl.constexpr):
+    """The sums that `partial_sums` began, compact."""
+    o = slot_places(M)[None, :] + tl.zeros([HG, 8 * M], tl.int32)
+    x = tl.sum(tl.sum(tl.sum(tl.reshape(x, (HG, 2, 2, 2, 8 * M)), 3), 2), 1)
+    return tl.gather(x, o, 1)
+
+
+@triton.jit
+def max_slots(x):
+    """Largest value over the slots, ``[h, (e, l)]``."""
+    if x.shape[2] > 2:
+        x = max_slots(tl.max(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 2, 2)), 3))
+    else:
+        x = tl.max(x, 2)
+    return x
+
+
+@triton.jit
+def _sum_pairs(x, y):
+    """Sums over the last axis of x and of y."""
+    if x.shape[2] > 2:
+        x = tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 2, 2))
+        y = tl.reshape(y, x.shape)
+        x, y = tl.reduce((x, y), 3, add_pair)
+        x, y = _sum_pairs(x, y)
+    else:
+        x, y = tl.reduce((x, y), 2, add_pair)
+    return x, y
+
+
+@triton.jit
+def _quarters(x):
+    """A tile as four over (s, i1), so that sums over the slots begin as chains of fused multiply-adds."""
+    x = tl.reshape(x, (x.shape[0], x.shape[1], 2, 2, x.shape[2] // 4))
+    x0, x1 = tl.split(tl.permute(x, (0, 1, 4, 2, 3)))
+    x00, x10 = tl.split(x0)
+    x01, x11 = tl.split(x1)
+    return x00, x01, x10, x11
+
+
+@triton.jit
+def add_pair(a, b, c, d):
+    """Combine function of a reduction that takes two sums at once."""
+    return a + c, b + d
+
+
+@triton.jit
+def sum_slots(t, x, y):
+    """Sums over the slots of t * x and of t * y, ``[h, (e, l)]``."""
+    t0, t1, t2, t3 = _quarters(t)
+    x0, x1, x2, x3 = _quarters(x)
+    y0, y1, y2, y3 = _quarters(y)
+    tx, ty = t1 * x1 + t0 * x0, t1 * y1 + t0 * y0
+    tx, ty = t2 * x2 + tx, t2 * y2 + ty
+    tx, ty = t3 * x3 + tx, t3 * y3 + ty
+    return _sum_pairs(tx, ty)
+
+
+@triton.jit
+def _word_floats(z):
+    """The bytes of words ``[d, l, a, e]`` as `raw_float` gives them, ``[d, l, a, e, j, i1]``."""
+    return tl.join(tl.join(raw_float(z, 0), raw_float(z, 1)), tl.join(raw_float(z, 2), raw_float(z, 3)))
+
+
+@triton.jit
+def tile_from_words(z00, z01, z10, z11, M: tl.constexpr, E: tl.constexpr):
+    """Tiles of words z_sh as one tile of raw floats ``[h, (e, l), n]``: no data moves."""
+    x = tl.join(tl.join(_word_floats(z00), _word_floats(z01)), tl.join(_word_floats(z10), _word_floats(z11)))
+    return tl.reshape(tl.permute(x, (6, 3, 1, 7, 5, 2, 0, 4)), (2, 8 * E, 8 * M))
+
+
+@triton.jit
+def _word(x, limit, BITS: tl.constexpr, ARCH: tl.constexpr):
+    """The inverse of `_word_floats`, for codes as `to_word` takes them."""
+    x0, x1 = tl.split(x)  # i1
+    x00, x01 = tl.split(x0)
+    x10, x11 = tl.split(x1)
+    return to_word(x00, x01, x10, x11, limit, BITS, ARCH)
+
+
+@triton.jit
+def words_from_tile(x, limit0, limit1, M: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr):
+    """The inverse of `tile_from_words`, for codes as `to_word` takes them; a limit for each slot half."""
+    x = tl.permute(tl.reshape(x, (2, E, 8, 2, 2, M // 4, 4, 2)), (6, 2, 5, 1, 7, 4, 0, 3))  # d, l, a, e, j, i1, h, s
+    x0, x1 = tl.split(x)
+    x00, x01 = tl.split(x0)
+    x10, x11 = tl.split(x1)
+    z00, z01 = _word(x00, limit0, BITS, ARCH), _word(x01, limit0, BITS, ARCH)
+    return z00, z01, _word(x10, limit1, BITS, ARCH), _word(x11, limit1, BITS, ARCH)

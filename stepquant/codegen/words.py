@@ -1,9 +1,11 @@
 # mypy: ignore-errors
 """Shifts, masks and conversions on words of four codes: the innermost building blocks of the generated kernels.
 
-A tile of codes is an int8 tensor whose fastest axis holds the four slots of a word, so that four neighbouring elements
-of a thread are one register. Triton works on bytes one by one; the inline assembly here does whole words (`pack=4`),
-which is what makes unpacking cheap. Triton's interpreter has no assembly and takes the plain branch.
+A word holds a byte of each of four neighbouring slots (i = 0 .. 3). The matrix units take bytes, where a tile is int8
+and inline assembly works on four of them at a time (`pack=4`; what it makes of a byte depends on that byte alone, so
+that Triton may deal bytes out as it likes). Float tiles start from int32 words, which plain operations shift and mask,
+and assembly takes apart and puts together in one instruction a value or less. Triton's interpreter has no assembly and
+takes the plain branches.
 """
 
 from __future__ import annotations
@@ -15,6 +17,23 @@ import triton.language as tl
 
 PLAIN = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, ties to even, in the low mantissa bits
+# Assembly of `to_word` from floats $1 to $4, clamped two at a time between (l, m) and (h, k) ...
+CLAMP_PAIRS = tl.constexpr(
+    "prmt.b32 t, $1, $2, 0x5410; prmt.b32 s, $3, $4, 0x5410; min.s16x2 t, t, h; min.s16x2 s, s, k; "
+    "max.s16x2 t, t, l; max.s16x2 s, s, m; prmt.b32 t, t, s, 0x6420;"
+)
+# ... or, where the target has no such minimum, one after another between (a, b, c, d) and (e, f, g, h).
+CLAMP_WORDS = tl.constexpr(
+    "sub.s32 t, $1, 0x4B400000; sub.s32 s, $2, 0x4B400000; min.s32 t, t, e; min.s32 s, s, f; max.s32 t, t, a; "
+    "max.s32 s, s, b; prmt.b32 l, t, s, 0x0040; sub.s32 t, $3, 0x4B400000; sub.s32 s, $4, 0x4B400000; "
+    "min.s32 t, t, g; min.s32 s, s, h; max.s32 t, t, c; max.s32 s, s, d; prmt.b32 m, t, s, 0x0040; "
+    "prmt.b32 t, l, m, 0x5410;"
+)
+# Bytes of t shifted left by 2 where mask $6 is set, then by 4 where mask $7 is.
+SHIFT_BYTES = tl.constexpr(
+    "shl.b32 s, t, 2; and.b32 s, s, 0xFCFCFCFC; lop3.b32 t, s, t, $6, 0xE4; "
+    "shl.b32 s, t, 4; and.b32 s, s, 0xF0F0F0F0; lop3.b32 $0, s, t, $7, 0xE4;"
+)
 SCALE_MIN = tl.constexpr(2.0**-24)  # FP16 clamp of every stored scale
 SCALE_MAX = tl.constexpr(65504.0)
 
@@ -22,7 +41,13 @@ SCALE_MAX = tl.constexpr(65504.0)
 @triton.jit
 def pick(x, shift: tl.constexpr, mask: tl.constexpr):
     """Bits `mask` of every byte after shifting the word left by `shift` (right where negative)."""
-    if PLAIN:
+    if x.dtype == tl.int32:
+        if shift > 0:
+            x = x << shift
+        elif shift < 0:
+            x = (x.to(tl.uint32, bitcast=True) >> -shift).to(tl.int32, bitcast=True)
+        x = x & (mask * 0x01010101 - ((mask >> 7) << 32))
+    elif PLAIN:
         x = x.to(tl.uint8, bitcast=True)
         x = (x << shift) if shift > 0 else (x >> -shift)
         x = (x & mask).to(tl.int8, bitcast=True)
@@ -35,8 +60,8 @@ def pick(x, shift: tl.constexpr, mask: tl.constexpr):
 
 @triton.jit
 def merge(z, x, shift: tl.constexpr, mask: tl.constexpr):
-    """z | pick(x, shift, mask), in whole words (an `or` outside of the assembly would take words apart again)."""
-    if PLAIN:
+    """z | pick(x, shift, mask); bytes in whole words (an `or` outside of the assembly would take words apart)."""
+    if x.dtype == tl.int32 or PLAIN:
         z = z | pick(x, shift, mask)
     else:
         move: tl.constexpr = f"shl.b32 t, $2, {shift};" if shift > 0 else f"shr.u32 t, $2, {-shift};"
@@ -54,14 +79,17 @@ def blend(x, x_shift: tl.constexpr, y, y_shift: tl.constexpr):
         move_x: tl.constexpr = f"shl.b32 t, $1, {x_shift};" if x_shift > 0 else f"shr.u32 t, $1, {-x_shift};"
         move_y: tl.constexpr = f"shl.b32 s, $2, {y_shift};" if y_shift > 0 else f"shr.u32 s, $2, {-y_shift};"
         asm: tl.constexpr = f"{{ .reg .b32 t, s; {move_x} {move_y} lop3.b32 $0, t, s, 0xF0F0F0F0, 0xE4; }}"
-        z = tl.inline_asm_elementwise(asm, "=r,r,r", [x, y], dtype=tl.int8, is_pure=True, pack=4)
+        PACK: tl.constexpr = 1 if x.dtype == tl.int32 else 4
+        z = tl.inline_asm_elementwise(asm, "=r,r,r", [x, y], dtype=x.dtype, is_pure=True, pack=PACK)
     return z
 
 
 @triton.jit
 def set_bits(z, bits: tl.constexpr):
     """Set `bits` in every byte."""
-    if PLAIN:
+    if z.dtype == tl.int32:
+        z = z | (bits * 0x01010101)
+    elif PLAIN:
         z = z | bits
     else:
         asm: tl.constexpr = f"or.b32 $0, $1, {bits * 0x01010101};"
@@ -70,51 +98,85 @@ def set_bits(z, bits: tl.constexpr):
 
 
 @triton.jit
-def bytes_to_float(z):
-    """Signed bytes as exact floats: each byte becomes the low mantissa bits of 2^23 + 128 + z (one permute a value)."""
+def raw_float(x, AT: tl.constexpr):
+    """Byte `AT` of words of signed bytes z as floats RAW + z: mantissa bits of 2^15 + 128 + z, in one permute."""
     if PLAIN:
-        x = z.to(tl.float32)
+        y = (x << (24 - 8 * AT) >> 24).to(tl.float32)
     else:
-        x = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; xor.b32 t, $4, 0x80808080; "
-            "prmt.b32 $0, t, 0x4B000000, 0x7650; prmt.b32 $1, t, 0x4B000000, 0x7651; "
-            "prmt.b32 $2, t, 0x4B000000, 0x7652; prmt.b32 $3, t, 0x4B000000, 0x7653; }",
-            "=r,=r,=r,=r,r", [z], dtype=tl.float32, is_pure=True, pack=4,
-        ) - 8388736.0  # fmt: skip
+        y = tl.inline_asm_elementwise(
+            f"prmt.b32 $0, $1, 0x47000000, {0x7404 + 16 * AT};", "=r,r", [x ^ -2139062144], tl.float32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    return y
+
+
+@triton.jit
+def scale_raw(x, c):
+    """z * c of `raw_float`, c a half as float: one fused multiply-add, exact but for one rounding (RAW has 9 bits)."""
+    if PLAIN:
+        x = x * c
+    else:
+        x = tl.fma(x, c, -32896.0 * c)
     return x
 
 
 @triton.jit
-def to_bytes(x):
-    """Integers -128..127, held as floats 1.5 * 2^23 + z, as signed bytes: their low bytes (three permutes a word)."""
+def to_word(x0, x1, x2, x3, limits, BITS: tl.constexpr, ARCH: tl.constexpr):
+    """Four integers q held as floats ROUND + q as the bytes of a word, clamped to the codes of a precision.
+
+    BITS > 0: bytes q of that precision (2: the four levels, -2 .. 1). BITS = 0: every row has its own, and the result
+    is z = 2^(8-bits) q; `limits` has words with a byte a row: largest code, and masks of the rows to be shifted by 2
+    and by 4.
+    """
     if PLAIN:
-        z = (x - ROUND).to(tl.int32).to(tl.int8)
+        z = _plain_code(x0, limits, BITS, 0) | _plain_code(x1, limits, BITS, 8)
+        z = z | _plain_code(x2, limits, BITS, 16) | _plain_code(x3, limits, BITS, 24)
+    elif BITS > 0:
+        TOP: tl.constexpr = 2 ** (BITS - 1) - 1
+        LOW: tl.constexpr = -2 if BITS == 2 else -TOP
+        if ARCH >= 90:
+            asm: tl.constexpr = (
+                f"{{ .reg .b32 t, s, l, m, h, k; mov.b32 l, {(65536 + LOW) * 0x00010001}; mov.b32 m, l; "
+                f"mov.b32 h, {TOP * 0x00010001}; mov.b32 k, h; {CLAMP_PAIRS} mov.b32 $0, t; }}"
+            )
+        else:
+            asm: tl.constexpr = (
+                f"{{ .reg .b32 t, s, l, m, a, b, c, d, e, f, g, h; mov.b32 a, {LOW}; mov.b32 b, a; mov.b32 c, a; "
+                f"mov.b32 d, a; mov.b32 e, {TOP}; mov.b32 f, e; mov.b32 g, e; mov.b32 h, e; "
+                f"{CLAMP_WORDS} mov.b32 $0, t; }}"
+            )
+        z = tl.inline_asm_elementwise(asm, "=r,r,r,r,r", [x0, x1, x2, x3], dtype=tl.int32, is_pure=True, pack=1)
     else:
+        top, by_2, by_4 = limits
+        if ARCH >= 90:  # no top is zero, so minus is not and plus one in both halves
+            asm: tl.constexpr = (
+                "{ .reg .b32 t, s, l, m, h, k; prmt.b32 h, $5, 0, 0x4140; prmt.b32 k, $5, 0, 0x4342; "
+                "not.b32 l, h; not.b32 m, k; add.s32 l, l, 0x00010001; add.s32 m, m, 0x00010001; "
+                f"{CLAMP_PAIRS} {SHIFT_BYTES} }}"
+            )
+        else:
+            asm: tl.constexpr = (
+                "{ .reg .b32 t, s, l, m, a, b, c, d, e, f, g, h; bfe.u32 e, $5, 0, 8; bfe.u32 f, $5, 8, 8; "
+                "bfe.u32 g, $5, 16, 8; bfe.u32 h, $5, 24, 8; neg.s32 a, e; neg.s32 b, f; neg.s32 c, g; neg.s32 d, h; "
+                f"{CLAMP_WORDS} {SHIFT_BYTES} }}"
+            )
         z = tl.inline_asm_elementwise(
-            "{ .reg .b32 t, s; prmt.b32 t, $1, $2, 0x0040; prmt.b32 s, $3, $4, 0x0040; prmt.b32 $0, t, s, 0x5410; }",
-            "=r,r,r,r,r", [x], dtype=tl.int8, is_pure=True, pack=4,
-        )  # fmt: skip
+            asm, "=r,r,r,r,r,r,r,r", [x0, x1, x2, x3, top, by_2, by_4], dtype=tl.int32, is_pure=True, pack=1
+        )
     return z
 
 
 @triton.jit
-def to_codes(x, BITS: tl.constexpr, ARCH: tl.constexpr):
-    """The same, clamped to the codes of one precision: two at a time as 16-bit integers where the target can."""
-    top: tl.constexpr = 128 - 2 ** (8 - BITS)
-    if PLAIN:
-        z = tl.minimum(tl.maximum((x - ROUND).to(tl.int32), -top), top).to(tl.int8)
-    elif ARCH >= 90:
-        high: tl.constexpr = top * 0x00010001
-        low: tl.constexpr = (65536 - top) * 0x00010001
-        asm: tl.constexpr = (
-            f"{{ .reg .b32 t, s, l, h; mov.b32 l, {low}; mov.b32 h, {high}; "
-            "prmt.b32 t, $1, $2, 0x5410; prmt.b32 s, $3, $4, 0x5410; min.s16x2 t, t, h; min.s16x2 s, s, h; "
-            "max.s16x2 t, t, l; max.s16x2 s, s, l; prmt.b32 $0, t, s, 0x6420; }"
-        )
-        z = tl.inline_asm_elementwise(asm, "=r,r,r,r,r", [x], dtype=tl.int8, is_pure=True, pack=4)
+def _plain_code(x, limits, BITS: tl.constexpr, AT: tl.constexpr):
+    """What the assembly of `to_word` makes of the byte at bit `AT`."""
+    q = (x - ROUND).to(tl.int32)
+    if BITS > 0:
+        q = tl.minimum(tl.maximum(q, 1 - 2 ** (BITS - 1) - (BITS == 2)), 2 ** (BITS - 1) - 1)
     else:
-        z = to_bytes(tl.minimum(tl.maximum(x - ROUND, -1.0 * top), 1.0 * top) + ROUND)
-    return z
+        top, by_2, by_4 = limits
+        top = (top >> AT) & 255
+        q = tl.minimum(tl.maximum(q, -top), top) << (((by_2 >> AT) & 2) + ((by_4 >> AT) & 4))
+    return (q & 255) << AT
 
 
 @triton.jit

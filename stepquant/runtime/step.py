@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stepquant.codec.spec import CodecSpec
 from stepquant.codegen.generate import generate, load_source, source_hash
-from stepquant.codegen.kernel_plan import LAUNCHES
+from stepquant.codegen.kernel_plan import launches_of
 from stepquant.codegen.spec import KernelSpec, head_tables
 from stepquant.errors import ArtifactError
 from stepquant.layout import PageLayout
@@ -58,7 +58,7 @@ class PackedKernels:
             {name: torch.from_numpy(x).to(self.device) for name, x in head_tables(layout, i, w[i], self.spec).items()}
             for i in range(layout.num_layers)
         ]
-        self.launches = {name: LAUNCHES[name][0] for name in self.sources}
+        self.launches = {name: launches_of(self.spec, name)[0] for name in self.sources}
         self.arch = _arch(self.device)
 
     def step(

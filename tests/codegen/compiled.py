@@ -1,6 +1,6 @@
-"""Compiles a plan's read for a GPU that is not there and runs it in the PTX emulator; prints figures as JSON.
+"""Compiles a plan's kernels for a GPU that is not there and runs them in the PTX emulator; prints figures as JSON.
 
-    python -m tests.codegen.compiled NAME TARGET
+    python -m tests.codegen.compiled read|step|fold NAME TARGET
 
 A process of its own, because the tests' own process has the building blocks decorated for Triton's interpreter.
 """
@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stepquant.codec.recurrence import step
 from stepquant.codec.window import WriteWindow
 from stepquant.codegen.aot import build
-from stepquant.codegen.kernel_plan import LAUNCHES
+from stepquant.codegen.kernel_plan import launches_of
 from stepquant.runtime.step import PackedKernels
 from stepquant.runtime.window import WindowBuffers
 from tests.codegen.cases import Case, relative
@@ -29,15 +30,13 @@ WINDOW = 8
 class Emulated(PackedKernels):
     """`PackedKernels` whose launches run in the emulator: arguments go into its memory and come back out."""
 
-    def __init__(self, case: Case, target: str) -> None:
-        super().__init__(case.layout, case.w, case.codec, case.family, case.key_heads, "0" * 64, WINDOW, device="cpu")
+    def __init__(self, case: Case, target: str, window: int = WINDOW) -> None:
+        super().__init__(case.layout, case.w, case.codec, case.family, case.key_heads, "0" * 64, window, device="cpu")
         self.target = target
         self.compiled: dict[str, Any] = {}
 
     def _launch(self, name: str, layer: int, pages: Tensor, slots: Tensor, *args: Any) -> None:
-        if name == "fold":  # no window is ever full here
-            return
-        table, launch = self.tables[layer], LAUNCHES[name][0]
+        table, launch = self.tables[layer], launches_of(self.spec, name)[0]
         fixed = (pages, pages.stride(0), *(table[n] for n in ("table", "row_w", "row_bits", "order")))
         if name not in self.compiled:
             built = build(self.spec, name, self.sources[name], self.target, launch)
@@ -60,31 +59,82 @@ class Emulated(PackedKernels):
             whole.copy_(torch.from_numpy(memory.get(at, whole.numpy())))
 
 
+def token(case: Case, count: int, seed: int) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+    """Inputs in bfloat16, and as the recurrence takes them; SGLang rounds GDN's write strength to the model's dtype."""
+    t = case.token(count, seed, torch.bfloat16)
+    *inputs, beta = case.exact(t, torch.float32)
+    return t, (*inputs, beta.bfloat16().float() if case.family == "gdn" else beta)
+
+
 def check_read(case: Case, target: str, tokens: int = 3) -> dict[str, Any]:
     """Tokens of two requests at different phases and a padded row, against the torch reference."""
+    return _check_window(case, target, tokens, (0, WINDOW - 1 - tokens), False)
+
+
+def check_fold(case: Case, target: str) -> dict[str, Any]:
+    """The same of requests one of which folds at its second token, then a flush of both."""
+    return _check_window(case, target, 3, (WINDOW - 5, WINDOW - 2), True)
+
+
+def _check_window(case: Case, target: str, tokens: int, start: tuple[int, int], flush: bool) -> dict[str, Any]:
     kernels, codec = Emulated(case, target), case.torch_codec
     pages = codec.pack(case.states(3))
     before, slots = pages.clone(), torch.tensor([2, -1, 0], dtype=torch.int32)
     buffers, rows = WindowBuffers.allocate(kernels.spec, 3, "cpu"), torch.tensor([1, 0, 2], dtype=torch.int32)
     for x in (buffers.keys, buffers.us, buffers.gammas, buffers.ratios, buffers.u_now):
         x.fill_(torch.nan)
-    start = [0, 0, WINDOW - 1 - tokens]
-    phases, pending = torch.tensor(start, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
-    windows = {i: WriteWindow(WINDOW, "fp16", start[i]) for i in (0, 2)}
+    phases, pending = torch.tensor([start[0], 0, start[1]], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    windows = {i: WriteWindow(WINDOW, "fp16", start[i // 2]) for i in (0, 2)}
     base = {i: codec.unpack(pages[int(slots[i])][None])[0] for i in windows}
-    worst, padded = 0.0, True
+    found: dict[str, Any] = {"error": 0.0, "padded": True, "folds": 0, "flips": 0.0}
     for n in range(tokens):
-        t = case.token(3, 20 + n, torch.bfloat16)
-        inputs = case.exact(t, torch.float32)
+        t, inputs = token(case, 3, 20 + n)
         kernels.window_step(0, pages, slots, **t, buffers=buffers, rows=rows, phases=phases, pending=pending)
-        padded &= bool((t["out"][1] == 0).all())
+        found["padded"] &= bool((t["out"][1] == 0).all())
         for i, reference in windows.items():
-            _, y, _ = reference.step(base[i], *(x[i] for x in inputs))
+            base[i], y, new = reference.step(base[i], *(x[i] for x in inputs))
             error = relative(t["out"][i], y.bfloat16())
-            worst = error if not error <= worst else worst  # NaN stays
-        phases, pending = phases + 1, pending + 1
-    return {"error": worst, "padded": padded, "untouched": torch.equal(pages, before)}
+            found["error"] = error if not error <= found["error"] else found["error"]  # NaN stays
+            if new:
+                base[i] = _count_flips(case, pages[int(slots[i])], base[i], found)
+        pending = torch.where(phases == WINDOW - 1, 0, pending + 1).int()
+        phases = ((phases + 1) % WINDOW).int()
+    if flush:
+        kernels.flush(0, pages, slots, buffers, rows, phases, pending)
+        for i, reference in windows.items():
+            _count_flips(case, pages[int(slots[i])], reference.fold(base[i]), found)
+    return found | {"untouched": torch.equal(pages[1:2] if flush else pages, before[1:2] if flush else before)}
+
+
+def _count_flips(case: Case, page: Tensor, state: Tensor, found: dict[str, Any]) -> Tensor:
+    """Add a fold and the largest share of codes that differ; what the page reads back as."""
+    flips, total = case.flips(page[None], state[None])
+    found["folds"], found["flips"] = found["folds"] + 1, max(found["flips"], flips / total)
+    return case.torch_codec.unpack(page[None])[0]
+
+
+def check_step(case: Case, target: str) -> dict[str, Any]:
+    """W = 1: states packed, one decode step of two requests and a padded row, and unpacked again."""
+    kernels, codec, x = Emulated(case, target, 1), case.torch_codec, case.states(3)
+    used, slots = int(case.layout.sizes[0].sum()), torch.tensor([2, -1, 0], dtype=torch.int32)
+    pages = torch.full_like(codec.pack(x), 255)
+    kernels.pack(0, pages, torch.tensor([0, 2], dtype=torch.int32), x[[0, 2]])
+    found: dict[str, Any] = {"untouched": bool((pages[1] == 255).all()), "folds": 0, "flips": 0.0}
+    different = (pages[[0, 2]] != codec.pack(x)[[0, 2]])[:, :used]
+    found["packed"] = float(different.float().mean())
+    state, (t, inputs) = codec.unpack(pages[[2, 0]]), token(case, 3, 3)
+    kernels.step(0, pages, slots, **t)
+    updated, y = step(state.double(), *(x[[0, 2]].double() for x in inputs))
+    found |= {"error": relative(t["out"][[0, 2]], y.bfloat16()), "padded": bool((t["out"][1] == 0).all())}
+    back = torch.full_like(x, torch.nan)
+    kernels.unpack(0, pages, slots, back)
+    for place, i in ((0, 2), (2, 0)):
+        want = _count_flips(case, pages[i], updated[place // 2].float(), found)
+        found[f"unpacked {i}"] = relative(back[place], want)
+    found["untouched"] &= bool((pages[1] == 255).all() & back[1].isnan().all())
+    return found
 
 
 if __name__ == "__main__":
-    print(json.dumps(check_read(Case.make(sys.argv[1], 128, 128), sys.argv[2])))
+    check = {"read": check_read, "step": check_step, "fold": check_fold}[sys.argv[1]]
+    print(json.dumps(check(Case.make(sys.argv[2], 128, 128), sys.argv[3])))

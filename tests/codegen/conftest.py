@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-_KERNELS = ("blocks", "matrix", "pending", "planes", "table", "tile", "tile_planes", "words")
+_KERNELS = ("blocks", "matrix", "pending", "planes", "table", "tile", "words")
 
 
 def _import_interpreted() -> None:
