@@ -20,7 +20,8 @@ from stepquant.errors import BackendError
 
 TARGETS = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}  # KiB of shared memory a block
 MAX_SPILL = 0  # bytes
-_OPCODE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.M)
+_OPCODE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+_LABEL, _BRANCH = re.compile(r"^(\.L_x_\d+):"), re.compile(r"\bBRA\S* .*`\((\.L_x_\d+)\)")
 _DTYPES = {"fp16": "*fp16", "bf16": "*bf16", "fp32": "*fp32", "int8": "*i8"}
 
 
@@ -119,17 +120,47 @@ def _compile(spec: KernelSpec, variant: Variant, source: str, target: str, launc
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found is None:
         raise BackendError(f"cuobjdump does not say what {variant.name} needs on {target}: {usage[:200]}")
-    opcodes = [op for op in _OPCODE.findall(listing) if op != "NOP"]
+    count, executed = count_instructions(listing, 1 if variant.name == "read" else block_count(spec))
     elements = spec.key_dim * spec.value_dim
     return TargetReport(
         launch=launch,
         registers=int(found[1]),
         spill_bytes=int(found[2]),
         shared_bytes=built.metadata.shared,
-        instructions=len(opcodes),
-        instructions_per_element=round(len(opcodes) * launch.warps * 32 / elements / variant.bodies, 2),
+        instructions=count,
+        instructions_per_element=round(executed * launch.warps * 32 / elements / variant.bodies, 2),
         seconds=round(seconds, 2),
     )
+
+
+def block_count(spec: KernelSpec) -> int:
+    """Blocks of columns of a head, over which what fits and packs loops (`stepquant.codegen.planes`)."""
+    constants = spec.constants
+    return int(constants["J"]) // (8 * int(constants["E"]))
+
+
+def count_instructions(listing: str, trips: int) -> tuple[int, int]:
+    """Instructions of a kernel, and how many a thread runs where every loop takes `trips` trips.
+
+    A loop is what lies between a label and a branch back to it. Loops over pivot rows or groups of four-level heads
+    take fewer trips than loops over blocks: the second figure errs on the high side.
+    """
+    labels: dict[str, int] = {}
+    loops: list[tuple[int, int]] = []
+    count = 0
+    for line in listing.splitlines():
+        if (label := _LABEL.match(line)) is not None:
+            labels[label[1]] = count
+        if (opcode := _OPCODE.match(line)) is None or opcode[1] == "NOP":
+            continue
+        count += 1
+        branch = _BRANCH.search(line)
+        if branch is not None and labels.get(branch[1], count) < count - 1:
+            loops.append((labels[branch[1]], count))
+    inside: set[int] = set()
+    for first, end in loops:
+        inside.update(range(first, end))
+    return count, count + (trips - 1) * len(inside)
 
 
 def _tool(name: str, option: str, path: Path) -> str:

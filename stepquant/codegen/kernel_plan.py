@@ -202,5 +202,5 @@ def _variant(name: str, layout: PageLayout, spec: KernelSpec) -> Variant:
         bytes_read=moved[name][0],
         bytes_written=moved[name][1],
         flops=FLOPS[name] * elements,
-        launch=LAUNCHES[name][0],
+        launch=launches_of(spec, name)[0],
     )
