@@ -28,7 +28,7 @@ BLOCKS = {
                 "value_operands"),
     "planes": ("load_block", "open_planes", "prefetch_head"),
     "table": ("T_BITS", "T_COLUMN", "T_PIVOT", "T_PIVOTS", "T_ROW", "table_offset"),
-    "tile": ("block_vector", "partial_sums", "spread_rows", "tile_columns"),
+    "tile": ("block_vector", "in_sums", "partial_sums", "spread_rows", "tile_columns"),
 }  # fmt: skip
 
 

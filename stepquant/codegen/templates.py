@@ -207,7 +207,7 @@ $head$dispatch$pivots'''
 
 DENSE_BLOCK = """\
             p, inside = dense_place(p_state, p_order, stride_row, stride_col, b, K, K, J, M, E, $permuted)
-            x = tl.load(p, mask=inside, other=0)
+            x = in_sums(tl.load(p, mask=inside, other=0), M, E)
 """
 DENSE_PIVOTS = """    col, col_in = tile_columns(J, JP)
     p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
