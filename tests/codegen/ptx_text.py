@@ -60,7 +60,8 @@ def split(text: str) -> list[str]:
 def parse(ptx: str) -> tuple[list[str], list[tuple[str, str, list[str]]], dict[str, int]]:
     """Parameter types, instructions (guard, opcode, operands) and labels of the only entry of a module."""
     ptx = re.sub(r"//.*", "", ptx)
-    ptx = re.sub(r"\.branchtargets[^;]*;", lambda m: " ".join(m[0].split()), ptx)
+    tables = {m[1]: m[2] for m in re.finditer(r"(\w+):\s*\.branchtargets\s([^;]*);", ptx)}
+    ptx = re.sub(r"\w+:\s*\.branchtargets\s[^;]*;", "", ptx)
     head, body = ptx[ptx.index(".entry") :].split("{", 1)
     params = re.findall(r"\.param \.(\w+)", head)
     code: list[tuple[str, str, list[str]]] = []
@@ -72,13 +73,13 @@ def parse(ptx: str) -> tuple[list[str], list[tuple[str, str, list[str]]], dict[s
             labels[m[1]] = len(code)
             continue
         text = re.sub(r"^\{ ?(?=[.@a-z]|$)", "", text)  # the scope of inline assembly
-        if (m := re.match(r"(\w+): \.branchtargets (.*)", text)) is not None:
-            code[-1] = ("", "brx", [code[-1][2][0], m[2]])
-            continue
         if re.match(r"\w+:$", text):
             continue
         if text and not text.startswith((".", "}")):
             m = re.match(r"(?:@(!?[%\w]+) )?([a-z][\w.:]*)\s*(.*)$", text)
             assert m, f"cannot read {text!r}"
-            code.append((m[1] or "", m[2], split(m[3]) if m[3] else []))
+            operands = split(m[3]) if m[3] else []
+            if m[2].startswith("brx"):
+                operands = [operands[0], tables[operands[1]]]
+            code.append((m[1] or "", m[2], operands))
     return params, code, labels
