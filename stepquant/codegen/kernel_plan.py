@@ -71,9 +71,9 @@ LAUNCHES: Mapping[str, tuple[Launch, ...]] = {
 
 
 def launches_of(spec: KernelSpec, name: str) -> tuple[Launch, ...]:
-    """Launches of a variant in order of preference: rows of several precisions need four warps to fold in registers."""
+    """Launches of a variant in order of preference: mixed rows and four-level heads need four warps to fold unspilled."""
     first, *others = LAUNCHES[name]
-    if name in ("fold", "flush") and not spec.uniform:
+    if name in ("fold", "flush") and (spec.four or not spec.uniform):
         return (others[0], first, *others[1:])
     return (first, *others)
 
