@@ -71,7 +71,7 @@ LAUNCHES: Mapping[str, tuple[Launch, ...]] = {
 
 
 def launches_of(spec: KernelSpec, name: str) -> tuple[Launch, ...]:
-    """Launches of a variant in order of preference: mixed rows and four-level heads need four warps to fold unspilled."""
+    """Launches in order of preference: mixed rows and four-level heads need four warps to fold without spills."""
     first, *others = LAUNCHES[name]
     if name in ("fold", "flush") and (spec.four or not spec.uniform):
         return (others[0], first, *others[1:])
