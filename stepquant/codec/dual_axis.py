@@ -3,8 +3,9 @@
 For one head with precision b_i per key row and row weights w_i (geometric mean 1):
 
 - r_i = sqrt(mean_j |X_ij| / w_i), rounded to FP16 before it is used;
-- c_j = max_i |X_ij| / (r_i z_max,i) over integer rows, FP16; quantise; then, codes fixed, the weighted least
-  squares refit c_j = sum_i w_i^2 v_ij X_ij / sum_i w_i^2 v_ij^2 with v = r z; quantise again;
+- c_j = max_i |X_ij| / (r_i z_max,i) over integer rows, FP16; quantise (by a scale that reaches every value, where
+  FP16 is too coarse or too narrow for that, `REACH`); then, codes fixed, the weighted least squares refit
+  c_j = sum_i w_i^2 v_ij X_ij / sum_i w_i^2 v_ij^2 with v = r z; quantise again;
 - pivot rows (bits 16) are stored as FP16 and take no part in the column fit.
 
 `fit` gives the codes and scales that are stored, `reconstruct` what is read back, `roundtrip` both in one without
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 
 from stepquant.codec.spec import MAGNITUDE_FLOOR, PIVOT, SCALE_MAX, SCALE_MIN, CodecSpec, code_step, max_code
+
+REACH = 1 - 2.0**-10  # of the exact scale: FP16 rounds normal numbers by less, so it only counts outside of them
 
 
 @dataclass
@@ -111,9 +114,10 @@ class DualAxisCodec:
         rs = self._row_factors(magnitude) * self.step
         scaled = x * rs.reciprocal()  # X in units of r and the code step: codes are scaled / c
         bound = torch.abs(scaled, out=magnitude).mul_(self.max_code.reciprocal() * self.integer)
-        c = to_scale(bound.amax(-2, keepdim=True))
+        peak = bound.amax(-2, keepdim=True)
+        c = to_scale(peak)
         weight = (self.w2 * rs.square()) if rs.shape[-1] > 1 else (self.w2 * rs.square()).transpose(-1, -2)
-        codes = self._quantise(scaled, c, bound)
+        codes = self._quantise(scaled, torch.maximum(c, peak * REACH) if self.spec.refits else c, bound)
         for _ in range(self.spec.refits):
             product, square = codes * scaled, codes.square()
             if rs.shape[-1] > 1:
