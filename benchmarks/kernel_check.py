@@ -1,9 +1,8 @@
-"""Check and time the generated kernels at full size on one GPU; one command, JSON out.
+"""Check the generated kernels at full size on one GPU; one command, JSON out.
 
-    python benchmarks/kernel_check.py --out results.json [--plans qwen_6bit,...] [--skip-times]
+    python benchmarks/kernel_check.py --out results.json [--plans qwen_6bit,...]
 
-Correctness first (a process a plan, so that they compile side by side), then times by CUDA-graph replay over four
-disjoint slot sets, beside SGLang's own decode kernels where they can be imported.
+A process a plan, so that they compile side by side. Times are `benchmarks.state_update`'s.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ def code_flips(case: Case, got: Tensor, state: Tensor) -> tuple[int, int]:
     return int(((want.codes != have.codes) & integer).sum()), int(integer.sum()) * case.V * len(got)
 
 
-def check_steps(case: Case, results: dict) -> None:
+def check_steps(case: Case, results: dict, batches: tuple[int, ...] = (1, 3, 64, 512)) -> None:
     """Batches of 1, 3, 64 and 512, strided inputs, one padded row: output and codes of one step."""
     kernels, codec = case.kernels(), case.torch_codec()
-    for batch in (1, 3, 64, 512):
+    for batch in batches:
         count = batch + 3
         pages = case.random_pages(count)
         before = pages.clone()
@@ -136,7 +135,7 @@ def check_windows(case: Case, results: dict, window: int, buffer: str, batch: in
     pages = case.random_pages(batch + 2)
     slots = torch.randperm(batch + 2, device=device)[:batch].int()
     buffers = WindowBuffers.allocate(kernels.spec, batch, device)
-    for x in (buffers.keys, buffers.us, buffers.gammas, buffers.ratios, buffers.u_now):
+    for x in (buffers.keys, buffers.us, buffers.gammas, buffers.ratios, buffers.k_now, buffers.u_now):
         x.fill_(torch.nan if x.is_floating_point() else 99)
     rows = torch.randperm(batch, device=device).int()
     phases = (torch.arange(batch, device=device) % window).int()
@@ -183,26 +182,18 @@ def main() -> None:
     parser.add_argument("--plans", default=",".join(PLANS))
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--one", help="check one plan and print JSON (used by the command itself)")
-    parser.add_argument("--skip-check", action="store_true")
-    parser.add_argument("--skip-times", action="store_true")
-    parser.add_argument("--batches", default="32,128,512")
     args = parser.parse_args()
     if args.one:
         print(json.dumps(check(args.one, args.steps)))
         return
     plans = args.plans.split(",")
-    results: dict = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "check": {}, "times": []}
-    if not args.skip_check:
-        command = [sys.executable, __file__, "--steps", str(args.steps), "--one"]
-        jobs = {p: subprocess.Popen([*command, p], stdout=subprocess.PIPE, text=True) for p in plans}
-        for plan, job in jobs.items():
-            text, _ = job.communicate()
-            results["check"][plan] = json.loads(text.splitlines()[-1]) if job.returncode == 0 else "failed"
-            print(plan, json.dumps(results["check"][plan], indent=1), flush=True)
-    if not args.skip_times:
-        from benchmarks.kernel_times import times
-
-        results["times"] = times(plans, [int(b) for b in args.batches.split(",")])
+    results: dict = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "check": {}}
+    command = [sys.executable, __file__, "--steps", str(args.steps), "--one"]
+    jobs = {p: subprocess.Popen([*command, p], stdout=subprocess.PIPE, text=True) for p in plans}
+    for plan, job in jobs.items():
+        text, _ = job.communicate()
+        results["check"][plan] = json.loads(text.splitlines()[-1]) if job.returncode == 0 else "failed"
+        print(plan, json.dumps(results["check"][plan], indent=1), flush=True)
     Path(args.out).write_text(json.dumps(results, indent=1))
 
 

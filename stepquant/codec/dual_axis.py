@@ -73,6 +73,9 @@ class DualAxisCodec:
         self.any_pivot = bool(self.pivot.any())
         self.w2 = self.w.square() * self.integer  # pivots have no say in the column fit
         four = (bits == 2).all(-1) if spec.codebook == "head" else torch.zeros_like(bits[:, 0], dtype=torch.bool)
+        mean = (bits * ~self.pivot).sum(-1) / (~self.pivot).sum(-1).clamp_min(1)
+        self.refit = (mean <= spec.refit_bits)[:, None, None]  # [H, 1, 1]
+        self.refits = spec.refits if bool(self.refit.any()) else 0
         self.four_heads = four.nonzero().flatten() if bool(four.any()) else None
 
     def roundtrip(self, x: Tensor) -> Tensor:
@@ -98,15 +101,23 @@ class DualAxisCodec:
 
     def _row_factors(self, magnitude: Tensor) -> Tensor:
         """r `[..., H, K, 1]`, or `[..., H, K, V]` when some heads have one factor per group of columns."""
-        r = to_scale((magnitude.mean(-1, keepdim=True).clamp_min(MAGNITUDE_FLOOR) / self.w).sqrt())
+        r = to_scale((self._sampled(magnitude).mean(-1, keepdim=True).clamp_min(MAGNITUDE_FLOOR) / self.w).sqrt())
         if self.four_heads is None:
             return r
         group = self.spec.group
-        part = magnitude[..., self.four_heads, :, :].unflatten(-1, (-1, group)).mean(-1)
+        part = magnitude[..., self.four_heads, :, :].unflatten(-1, (-1, group))
+        part = part[..., : self.spec.sample or group].mean(-1)
         part = to_scale((part.clamp_min(MAGNITUDE_FLOOR) / self.w[self.four_heads]).sqrt())
         r = r.expand(*magnitude.shape).clone()
         r[..., self.four_heads, :, :] = part.repeat_interleave(group, -1)
         return r
+
+    def _sampled(self, magnitude: Tensor) -> Tensor:
+        """The columns that row factors are means over."""
+        half, sample = self.value_dim // 2, self.spec.sample
+        if not 0 < sample < half:
+            return magnitude
+        return torch.cat([magnitude[..., :sample], magnitude[..., half : half + sample]], -1)
 
     def _fit(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Float codes `[..., H, K, V]`, r * step (broadcastable to it) and c `[..., H, 1, V]`."""
@@ -117,8 +128,9 @@ class DualAxisCodec:
         peak = bound.amax(-2, keepdim=True)
         c = to_scale(peak)
         weight = (self.w2 * rs.square()) if rs.shape[-1] > 1 else (self.w2 * rs.square()).transpose(-1, -2)
-        codes = self._quantise(scaled, torch.maximum(c, peak * REACH) if self.spec.refits else c, bound)
-        for _ in range(self.spec.refits):
+        first = torch.where(self.refit, torch.maximum(c, peak * REACH), c) if self.refits else c
+        codes = self._quantise(scaled, first, bound)
+        for _ in range(self.refits):
             product, square = codes * scaled, codes.square()
             if rs.shape[-1] > 1:
                 numerator = (product * weight).sum(-2, keepdim=True)
@@ -126,7 +138,7 @@ class DualAxisCodec:
             else:
                 numerator, denominator = weight @ product, weight @ square
             refit = to_scale(numerator / denominator)
-            c = torch.where(denominator > 0, refit, c)
+            c = torch.where(self.refit & (denominator > 0), refit, c)
             codes = self._quantise(scaled, c, codes)
         return codes, rs, c
 

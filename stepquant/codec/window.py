@@ -22,7 +22,8 @@ infinite. Here ratios are products of the gates after i, or exp of the sum of ju
 - u `[V]`, and the key `[K]`. GDN keeps the raw key, which the value heads of a group share, and one FP32 ratio a head
   and token. KDA folds each step's gate into the stored keys (kbar_i <- D kbar_i, rounded again), so that no per-token
   gates `[K]` are kept; S_0 has one FP32 vector Gamma (GDN: a scalar) a head.
-- The token being read is exact in its own readout and in a fold that it completes: W tokens need W - 1 stored entries.
+- The token being read is exact in its own readout. A fold that it completes takes its u and key in FP16 (FP32 beside
+  FP32 buffers) whatever the buffer's dtype: W tokens need W - 1 stored entries, and one for the moment.
 
 **Speculative drafts.** A fold cannot be undone, and neither can a gate folded into a KDA key. A draft token is a
 pending entry with its raw key, u and its own log gate; its reads take the gates of the drafts before it as suffix sums.
@@ -45,6 +46,11 @@ from stepquant.codec.dual_axis import to_fp16, to_scale
 from stepquant.codec.recurrence import expand_gate, step
 
 BUFFER_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8}
+
+
+def last_dtype(dtype: str) -> str:
+    """What the token that completes a window is kept in until the fold, beside buffers of `dtype`."""
+    return "fp32" if dtype == "fp32" else "fp16"
 
 
 def store(x: Tensor, dtype: str) -> Tensor:
@@ -109,7 +115,8 @@ class WriteWindow:
         self._decay_committed(gate.exp())
         self.phase = (self.phase + 1) % self.length
         if self.phase == 0:
-            return self.fold(base, k, u), y, True
+            last = last_dtype(self.dtype)
+            return self.fold(base, store(k, last), store(u, last)), y, True
         self._append(store(k, self.dtype), torch.ones_like(gate[..., :1]), store(u, self.dtype))
         return base, y, False
 
@@ -144,7 +151,7 @@ class WriteWindow:
 
         Args:
             base: `[..., K, V]`.
-            key, u: exact entry of a token just read that is not in the buffers, if any.
+            key, u: entry of a token just read that is not in the buffers, if any.
         """
         state = base if self.decay is None else base * self.decay.unsqueeze(-1)
         if self.keys is not None and self.ratios is not None and self.us is not None:
@@ -179,10 +186,8 @@ class WriteWindow:
             return
         if factor.shape[-1] == 1:
             self.ratios = self.ratios * factor.unsqueeze(-2)
-        elif self.phase + 1 < self.length:
+        else:
             self.keys = store(self.keys * factor.unsqueeze(-2), self.dtype)
-        else:  # the step that folds: used at once, not stored again
-            self.keys = self.keys * factor.unsqueeze(-2)
 
     def _append(self, key: Tensor, ratio: Tensor, u: Tensor) -> None:
         def grown(old: Tensor | None, new: Tensor) -> Tensor:

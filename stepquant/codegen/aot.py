@@ -29,7 +29,7 @@ def signature(spec: KernelSpec, name: str, model_dtype: str = "*bf16") -> dict[s
     """Argument types of a variant as the runtime launches it."""
     found = {"pages": "*u8", "stride_page": "i64", "table": "*i32", "row_w": "*fp32", "row_bits": "*u8",
              "order": "*i32", "slots": "*i32", "stride_slot": "i32"}  # fmt: skip
-    if name in ("step", "read", "fold"):
+    if name in ("step", "read"):
         for x in "qkvab":
             found |= {x: model_dtype, f"stride_{x}": "i32"}
         found |= {"A_log": "*fp32", "dt_bias": "*fp32", "scale": "fp32", "out": model_dtype, "stride_out": "i32"}
@@ -38,7 +38,9 @@ def signature(spec: KernelSpec, name: str, model_dtype: str = "*bf16") -> dict[s
         found |= {"buffers": "*i32", "phases": "*i32", "pending": "*i32", "keys": buffer, "key_scale": "*fp16",
                   "us": buffer, "u_scale": "*fp16", "ratios": "*fp32", "gammas": "*fp32"}  # fmt: skip
     if name in ("read", "fold"):
-        found["u_now"] = "*fp32"
+        found |= dict.fromkeys(("k_now", "u_now"), "*fp32" if spec.buffer == "fp32" else "*fp16")
+    if name == "fold":
+        found["folds"] = "*i32"
     if name in ("pack", "unpack"):
         found |= {
             "state": "*fp32",
@@ -47,7 +49,7 @@ def signature(spec: KernelSpec, name: str, model_dtype: str = "*bf16") -> dict[s
             "stride_row": "i32",
             "stride_col": "i32",
         }
-    if name in ("step", "read", "fold"):
+    if name in ("step", "read"):
         found["L2NORM"] = "constexpr"
     return found | {"ARCH": "constexpr"}
 

@@ -18,6 +18,7 @@ from stepquant.codegen.tile import (
     words_from_tile,
 )
 from stepquant.codegen.words import (
+    REACH,
     ROUND,
     power_of_two,
     reciprocal,
@@ -105,11 +106,14 @@ def _largest(inv_top, BITS: tl.constexpr):
 
 
 @triton.jit
-def fit_block(x, inv_rho, weight, inv_top, BITS: tl.constexpr, FOUR: tl.constexpr, REFITS: tl.constexpr):
+def fit_block(
+    x, inv_rho, weight, inv_top, refit, BITS: tl.constexpr, FOUR: tl.constexpr, REFITS: tl.constexpr
+):
     """Column scales and codes of a block.
 
     Args:
-        x: the state tile ``[h, (e, l), n]``, FP32; the others are `fit_rows`'.
+        x: the state tile ``[h, (e, l), n]``, FP32; inv_rho, weight and inv_top are `fit_rows`'.
+        refit: whether the head's column scales are refitted.
 
     Returns:
         Codes as floats ROUND + q, not clamped yet, and c in FP16, ``[h, (e, l)]``.
@@ -123,18 +127,20 @@ def fit_block(x, inv_rho, weight, inv_top, BITS: tl.constexpr, FOUR: tl.constexp
     else:
         bound = max_slots(tl.abs(y) * inv_top)
     c = to_scale(bound)
-    for i in tl.static_range(REFITS):
-        inv_c = tl.expand_dims(reciprocal(tl.maximum(c.to(tl.float32), bound * 0.9990234375)), 2)
-        if FOUR:
-            q = four_levels(y * inv_c)
-        else:
-            q = (y * inv_c + ROUND) - ROUND
-            if i > 0:  # the first scales reach every value, later ones need not
-                q = tl.minimum(tl.maximum(q, -_largest(inv_top, BITS)), _largest(inv_top, BITS))
-        numerator, denominator = sum_slots(q * weight, y, q)
-        refit = to_scale(numerator * reciprocal(tl.maximum(denominator, 1e-37)))
-        c = tl.where(denominator > 0, refit, c)
-        bound = c.to(tl.float32)
+    if REFITS > 0:  # noqa: SIM102
+        if refit:
+            for i in tl.static_range(REFITS):
+                inv_c = tl.expand_dims(reciprocal(tl.maximum(c.to(tl.float32), bound * REACH)), 2)
+                if FOUR:
+                    q = four_levels(y * inv_c)
+                else:
+                    q = (y * inv_c + ROUND) - ROUND
+                    if i > 0:  # the first scales reach every value, later ones need not
+                        q = tl.minimum(tl.maximum(q, -_largest(inv_top, BITS)), _largest(inv_top, BITS))
+                numerator, denominator = sum_slots(q * weight, y, q)
+                refitted = to_scale(numerator * reciprocal(tl.maximum(denominator, 1e-37)))
+                c = tl.where(denominator > 0, refitted, c)
+                bound = c.to(tl.float32)
     inv_c = tl.expand_dims(reciprocal(c.to(tl.float32)), 2)
     if FOUR:
         q = (four_levels(y * inv_c) - 1.0) * 0.5 + ROUND
@@ -144,15 +150,23 @@ def fit_block(x, inv_rho, weight, inv_top, BITS: tl.constexpr, FOUR: tl.constexp
 
 
 @triton.jit
-def packed_block(
-    planes, b, p_c, rho, J: tl.constexpr, M: tl.constexpr, E: tl.constexpr, FULL: tl.constexpr,
+def load_packed(
+    planes, b, p_c, J: tl.constexpr, M: tl.constexpr, E: tl.constexpr, FULL: tl.constexpr,
     FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """A block of a packed head as a float tile; `rho` holds row factors in units of z, and gates."""
+    """Words and column scales of a block, as they lie in the page."""
     words = load_block(planes, b, J, M, E, 1, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO)
-    c = tl.expand_dims(tl.load(p_c + block_columns(b, J, E)), 2).to(tl.float32)
+    return words, tl.load(p_c + block_columns(b, J, E))
+
+
+@triton.jit
+def packed_tile(
+    words, c, rho, M: tl.constexpr, E: tl.constexpr,
+    FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
+    """What `load_packed` gave as a float tile; `rho` holds row factors in units of z, and gates."""
     z00, z01, z10, z11 = unpack_block(words, M, E, 1, FOUR, NIBBLES, EIGHT, SIX, TWO)
-    return scale_raw(tile_from_words(z00, z01, z10, z11, M, E), c) * rho
+    return scale_raw(tile_from_words(z00, z01, z10, z11, M, E), tl.expand_dims(c, 2).to(tl.float32)) * rho
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import linecache
 import re
 import types
 from string import Template
+from textwrap import indent
 
 from stepquant.codegen import templates as t
 from stepquant.codegen import templates_window as tw
@@ -18,16 +19,18 @@ from stepquant.codegen.kernel_plan import TITLES
 from stepquant.codegen.spec import KernelSpec
 
 GENERATOR_VERSION = "3"
+INDENT = "    "
+KEY_HEAD = {"key_heads": "HK", "key_head": "i_h // (H // HK)"}
 PLANES = "NIBBLES, EIGHT, SIX, TWO"
 # Public names of the building blocks, so that a generated file imports what it uses and nothing else.
 BLOCKS = {
-    "blocks": ("dense_place", "fit_block", "fit_rows", "load_constants", "load_factors", "pack_pivots", "packed_block",
-               "read_pivots", "softplus", "store_codes", "unpack_pivots", "update_pivots"),
+    "blocks": ("dense_place", "fit_block", "fit_rows", "load_constants", "load_factors", "load_packed", "pack_pivots",
+               "packed_tile",               "read_pivots", "softplus", "store_codes", "unpack_pivots", "update_pivots"),
     "matrix": ("add_triple", "multiply_head"),
-    "pending": ("add_window", "fold_pivots", "key_operands", "read_pending", "saturate", "store_entry", "value_factors",
+    "pending": ("add_window", "fold_pivots", "key_operands", "read_pending", "saturate", "store_entry",
                 "value_operands"),
-    "planes": ("load_block", "open_planes", "prefetch_head"),
-    "table": ("T_BITS", "T_COLUMN", "T_PIVOT", "T_PIVOTS", "T_ROW", "table_offset"),
+    "planes": ("load_block", "open_planes", "prefetch_bytes", "prefetch_head"),
+    "table": ("T_BITS", "T_COLUMN", "T_PIVOT", "T_PIVOTS", "T_REFIT", "T_ROW", "table_offset"),
     "tile": ("block_vector", "in_sums", "partial_sums", "spread_rows", "tile_columns"),
 }  # fmt: skip
 
@@ -44,7 +47,7 @@ def generate(spec: KernelSpec, plan_hash: str) -> dict[str, str]:
         kernels["step"] = _token_math(spec) + _step(spec)
     else:
         kernels["read"] = _token_math(spec) + _read(spec)
-        kernels["fold"] = _token_math(spec) + _fold(spec, tw.FOLD_KERNEL, True)
+        kernels["fold"] = _fold(spec, tw.FOLD_KERNEL, True)
         kernels["flush"] = _fold(spec, tw.FLUSH_KERNEL, False)
     return {name: _header(spec, name, body, plan_hash) + body for name, body in kernels.items()}
 
@@ -73,7 +76,7 @@ def _header(spec: KernelSpec, name: str, body: str, plan_hash: str) -> str:
     summary = f"{kind}, {spec.num_heads} heads of {spec.key_dim} x {spec.value_dim}; precisions {precisions}."
     constants: dict[str, object] = dict(spec.constants)
     if spec.window > 1:
-        constants |= {"SHARED_KEYS": spec.family == "gdn", "INT8": spec.buffer == "int8", "PERMUTED": spec.permuted}
+        constants |= {"SHARED_KEYS": spec.family == "gdn", "INT8": spec.buffer == "int8", "PERMUTED": spec.permuted, "WIDE": spec.buffer == "fp32"}
     words = set(re.findall(r"\w+", body))
     imports = [
         f"from stepquant.codegen.{module} import {', '.join(n for n in names if n in words)}"
@@ -128,26 +131,34 @@ def _dispatch(spec: KernelSpec, call: str, pivots: str) -> str:
     return "".join(lines)
 
 
-def _fit(spec: KernelSpec, block: str, base: str) -> dict[str, str]:
-    """The lines of a body that fits: two passes over blocks that `block` makes, row factors times `base` in them."""
-    block = Template(block).safe_substitute(planes=PLANES)
-    mask = t.MASK_PIVOTS if spec.pivots == "rows" else ""
+def _fit(spec: KernelSpec, load: str, tile: str, base: str) -> dict[str, str]:
+    """The lines of a body that fits: blocks of columns by `load` and `tile`, row factors times `base` in them."""
+
+    def lines(text: str, level: int, b: str = "b") -> str:
+        return indent(Template(text).safe_substitute(b=b, planes=PLANES), level * INDENT)
+
+    sums = Template(t.SUMS).substitute(
+        load_b=lines(load, 3, "g * BLOCKS + i"), tile=lines(tile, 3, "g * BLOCKS + i"), load_first=lines(load, 2, "g * BLOCKS"), tile_first=lines(tile, 2, "g * BLOCKS"),
+    )  # fmt: skip
+    fit = Template(t.FIT).substitute(
+        load_following=lines(load, 3, "following"),
+        tile_following=lines(tile, 4, "following"),
+        refit="BITS <= REFIT_BITS" if spec.uniform else "tl.load(p_table + T_REFIT) != 0",
+        mask_pivots=t.MASK_PIVOTS if spec.pivots == "rows" else "",
+        planes=PLANES,
+    )
     return {
-        "planes": PLANES,
-        "open": t.OPEN,
-        "constants": t.CONSTANTS,
-        "factors": Template(t.FACTORS).substitute(base=base),
-        "sums": Template(t.SUMS).substitute(block=block),
-        "fit": Template(t.FIT).substitute(block=block, planes=PLANES, mask_pivots=mask),
-    }
+        "planes": PLANES, "open": t.OPEN, "constants": t.CONSTANTS, "factors": Template(t.FACTORS).substitute(base=base),
+        "sums": sums, "fit": fit,
+    }  # fmt: skip
 
 
 def _step(spec: KernelSpec) -> str:
     rows, kda = spec.pivots == "rows", spec.family == "kda"
     vector = "decay" if kda else "decay + tl.zeros([KP], tl.float32)"
-    block = t.PACKED_BLOCK + "            x += key * block_vector(u, b, JP, E)\n"
+    tile = t.PACKED_TILE + "x += key * block_vector(u, $b, JP, E)\n"
     body = Template(t.STEP).substitute(
-        _fit(spec, block, "decay[None, :]" if kda else "decay"),
+        _fit(spec, t.PACKED_LOAD, tile, "decay[None, :]" if kda else "decay"),
         read_pivots=t.READ_PIVOTS.replace("$decay", vector) if rows else "",
         update_pivots=t.UPDATE_PIVOTS.replace("u, decay", f"u, {vector}") if rows else "",
     )
@@ -167,7 +178,7 @@ def _dense(spec: KernelSpec, name: str) -> str:
     call = f"{name}_codes(p_page, p_table, {constants}p_state, p_order, stride_row, stride_col, slot, {{kind}})"
     pivots = Template(t.DENSE_PIVOTS).substitute(name=name, permuted=spec.permuted) if spec.pivots != "none" else ""
     return Template(t.PACK if name == "pack" else t.UNPACK).substitute(
-        _fit(spec, Template(t.DENSE_BLOCK).substitute(permuted=spec.permuted), "1.0"),
+        _fit(spec, t.DENSE_LOAD.replace("$permuted", str(spec.permuted)), t.DENSE_TILE, "1.0"),
         coded="K - tl.load(p_table + T_PIVOTS)" if spec.pivots == "rows" else "K",
         permuted=spec.permuted,
         head=t.DENSE_HEAD,
@@ -176,15 +187,22 @@ def _dense(spec: KernelSpec, name: str) -> str:
     )
 
 
-def _buffers(spec: KernelSpec) -> str:
+def _keys(spec: KernelSpec) -> dict[str, str]:
+    """How a program finds its key head's vectors."""
+    return {"key_heads": "H", "key_head": "i_h"} if spec.family == "kda" else KEY_HEAD
+
+
+def _buffers(spec: KernelSpec, now: bool = False) -> str:
     kda = spec.family == "kda"
+    mask = "row_in & (o_key < n_pending * KP)" if kda else "n_pending > 0"
+    if now:  # the gate of the token just read is in it, whether anything is pending or not
+        mask = "row_in" if kda else "i_slot >= 0"
     return Template(tw.BUFFERS).substitute(
-        key_heads="H" if kda else "HK",
-        key_head="i_h" if kda else "i_h // (H // HK)",
+        _keys(spec),
         gamma_width=" * K" if kda else "",
         key_index="slot" if kda else "row",
         gamma_index=" + o_key" if kda else "",
-        gamma_mask="row_in & (o_key < n_pending * KP)" if kda else "n_pending > 0",
+        gamma_mask=mask,
     )
 
 
@@ -213,26 +231,26 @@ def _read(spec: KernelSpec) -> str:
 def _fold(spec: KernelSpec, kernel: str, now: bool) -> str:
     kda = spec.family == "kda"
     call = (
-        "fold_codes(p_page, p_table, p_w, p_bits, p_limits, base, slot, p_us, p_now, factor, n_pending, keys_now, "
+        "fold_codes(p_page, p_table, p_w, p_bits, p_limits, gamma, slot, p_us, p_u_now, n_pending, keys_now, "
         f"{now}, {{kind}})"
     )
-    base = "spread_rows(base[None, :], M, 1)" if kda else "base"
-    pivots = f"fold_pivot_head(p_page, p_table, {base}, p_us, p_now, factor, n_pending, keys_now, {now})"
-    dispatch = _dispatch(spec, call, pivots)
-    functions = Template(tw.FOLD).substitute(_fit(spec, tw.WINDOW_BLOCK, "base[None, :]" if kda else "base"))
+    base = "spread_rows(gamma[None, :], M, 1)" if kda else "gamma"
+    pivots = f"fold_pivot_head(p_page, p_table, {base}, p_us, p_u_now, n_pending, keys_now, {now})"
+    dispatch = tw.FOLD_OPERANDS.replace("$now", str(now)) + _dispatch(spec, call, pivots)
+    functions = Template(tw.FOLD).substitute(
+        _fit(spec, t.PACKED_LOAD + tw.WINDOW_LOAD, t.PACKED_TILE + tw.WINDOW_TILE, "gamma[None, :]" if kda else "gamma")
+    )
     if spec.pivots == "rows":
         functions += tw.FOLD_PIVOT_ROWS
         dispatch += (
-            "    fold_pivot_rows(\n        p_page, p_table, x_k, decay, gamma, row_in, o_key, p_keys, p_key_scale, "
-            f"p_us, p_u_scale, p_ratio, p_now,\n        n_pending, {now},\n    )\n"
+            "    fold_pivot_rows(\n        p_page, p_table, gamma, row_in, o_key, p_keys, p_key_scale, p_us, p_u_scale, "
+            f"p_ratio, p_k_now, p_u_now,\n        n_pending, {now},\n    )\n"
         )
     elif spec.pivots == "heads":
         functions += tw.FOLD_PIVOT_HEAD
+    window, buffers = tw.LOAD_WINDOW, _buffers(spec, now)
+    if now:
+        window, buffers, dispatch = indent(window, INDENT), indent(buffers, 2 * INDENT), indent(dispatch, 2 * INDENT)
     return functions + Template(kernel).substitute(
-        token=_token(spec),
-        window=tw.LOAD_WINDOW,
-        buffers=_buffers(spec),
-        row=_row(spec),
-        one="tl.full([KP], 1.0, tl.float32)" if kda else "1.0",
-        dispatch=tw.FOLD_OPERANDS + dispatch,
+        _keys(spec), window=window, buffers=buffers, row=_row(spec), dispatch=dispatch
     )

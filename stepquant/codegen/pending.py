@@ -60,13 +60,12 @@ def add_eight(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p):  # noqa: E741
 
 @triton.jit
 def read_pending(
-    h_k, h_q, x_k, x_q, decay, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, keep,
+    h_k, h_q, x_k, x_q, decay, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending,
     o_key, row_in, col, col_in, K: tl.constexpr, V: tl.constexpr, SHARED_KEYS: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Add sum_i (k . D kbar_i) u_i and sum_i (q . D kbar_i) u_i, four entries at a time.
 
-    The gate `decay` (compact rows) is folded into ratios (GDN: by the caller) or into the stored keys (here, for KDA,
-    where `keep` is set).
+    The gate `decay` (compact rows) is folded into ratios (GDN: by the caller) or into the stored keys (here, for KDA).
     """
     gated_k, gated_q = x_k * decay, x_q * decay
     for i in range(0, n_pending, 4):
@@ -78,12 +77,11 @@ def read_pending(
         u1 = load_entry(p_us, p_u_scale, i + 1, n_pending, col, col_in, V, INT8)
         u2 = load_entry(p_us, p_u_scale, i + 2, n_pending, col, col_in, V, INT8)
         u3 = load_entry(p_us, p_u_scale, i + 3, n_pending, col, col_in, V, INT8)
-        if not SHARED_KEYS:  # noqa: SIM102
-            if keep:
-                store_entry(p_keys, p_key_scale, k0 * decay, i, n_pending, o_key, row_in, K, INT8)
-                store_entry(p_keys, p_key_scale, k1 * decay, i + 1, n_pending, o_key, row_in, K, INT8)
-                store_entry(p_keys, p_key_scale, k2 * decay, i + 2, n_pending, o_key, row_in, K, INT8)
-                store_entry(p_keys, p_key_scale, k3 * decay, i + 3, n_pending, o_key, row_in, K, INT8)
+        if not SHARED_KEYS:
+            store_entry(p_keys, p_key_scale, k0 * decay, i, n_pending, o_key, row_in, K, INT8)
+            store_entry(p_keys, p_key_scale, k1 * decay, i + 1, n_pending, o_key, row_in, K, INT8)
+            store_entry(p_keys, p_key_scale, k2 * decay, i + 2, n_pending, o_key, row_in, K, INT8)
+            store_entry(p_keys, p_key_scale, k3 * decay, i + 3, n_pending, o_key, row_in, K, INT8)
         a0, a1, a2, a3, b0, b1, b2, b3 = tl.reduce(
             (
                 gated_k * k0,
@@ -117,82 +115,94 @@ def split_half(x):
 
 
 @triton.jit
+def load_with_now(p, p_now, e, o, n_pending, inside, N: tl.constexpr, EN: tl.constexpr, NOW: tl.constexpr):
+    """Entries `e` of a buffer of vectors, entry EN - 1 from `p_now`; zero from entry `n_pending` on.
+
+    INT8 buffers come as FP16, in units of 128: so products with their scales stay normal numbers (`key_operands`).
+    """
+    there = (e < n_pending) & inside
+    if p.dtype == p_now.dtype:
+        q = p + e * N + o
+        if NOW:
+            q, there = tl.where(e == EN - 1, p_now + o, q), (there | (e == EN - 1)) & inside
+        x = tl.load(q, mask=there, other=0)
+    else:
+        x = tl.load(p + e * N + o, mask=there, other=0)
+    if p.dtype.element_ty == tl.int8:
+        x = x.to(tl.float16) * 0.0078125
+    if p.dtype != p_now.dtype:
+        x = x.to(p_now.dtype.element_ty)
+        if NOW:
+            x = tl.where(e == EN - 1, tl.load(p_now + o, mask=inside, other=0), x)
+    return x
+
+
+@triton.jit
 def key_operands(
-    p_keys, p_key_scale, n_pending, decay, x_k, p_order,
-    K: tl.constexpr, M: tl.constexpr, EN: tl.constexpr, SHARED_KEYS: tl.constexpr, PERMUTED: tl.constexpr,
-    INT8: tl.constexpr,
+    p_keys, p_key_scale, p_u_scale, p_ratio, p_now, n_pending, p_order,
+    K: tl.constexpr, M: tl.constexpr, EN: tl.constexpr, NOW: tl.constexpr, SHARED_KEYS: tl.constexpr,
+    PERMUTED: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Keys of the pending tokens and, as entry EN - 1, of this one, as right operand of the fold: f16 `[2 EN, 8 M]`.
 
-    A product of floats is a sum of three products of halves, and the matrix units take all entries twice at a time:
-    (u high | u high), then (u low | 0), times (k high | k low), with `value_operands` the left sides. One right operand
-    for both, because it stays in registers over all blocks. KDA keys take the last gate `decay`.
+    All gates and scales are in them, so that the residuals go to the matrix units as they are stored. A key is a sum
+    of two halves, in entries e and EN + e.
     """
     slot = tile_slots(M)
     o_key = slot
     if PERMUTED and SHARED_KEYS:
         o_key = tl.load(p_order + slot, mask=slot < K, other=0)
-    o = tl.arange(0, 2 * EN)[:, None]
-    e = o % EN
-    k = tl.load(p_keys + e * K + o_key[None, :], mask=(e < n_pending) & (slot < K)[None, :], other=0).to(tl.float32)
-    if INT8:
-        k = k * tl.load(p_key_scale + e, mask=e < n_pending, other=0).to(tl.float32)
-    if not SHARED_KEYS:
-        k = k * tl.gather(decay, slot, 0)[None, :]
-    high, low = split_half(tl.where(e == EN - 1, tl.gather(x_k, slot, 0)[None, :], k))
-    return tl.where(o < EN, high, low)
-
-
-@triton.jit
-def value_factors(
-    p_ratio, p_u_scale, n_pending, decay, EN: tl.constexpr, SHARED_KEYS: tl.constexpr, INT8: tl.constexpr
-):
-    """What the stored residuals are multiplied by, `[2 EN]`."""
-    e = tl.arange(0, 2 * EN) % EN
-    factor = tl.full([2 * EN], 1.0, tl.float32)
+    e = tl.arange(0, EN)[:, None]
+    k = load_with_now(p_keys, p_now, e, o_key[None, :], n_pending, (slot < K)[None, :], K, EN, NOW).to(tl.float32)
+    factor = tl.full([EN, 1], 1.0, tl.float32)
     if SHARED_KEYS:
-        factor = tl.load(p_ratio + e, mask=e < n_pending, other=0.0) * decay
-    if INT8:
-        factor = factor * tl.load(p_u_scale + e, mask=e < n_pending, other=0).to(tl.float32)
-    return factor
+        factor = tl.load(p_ratio + e, mask=e < n_pending, other=0.0)
+    if INT8:  # each scale once and each 128 of `load_with_now` once
+        factor = factor * (tl.load(p_key_scale + e, mask=e < n_pending, other=0).to(tl.float32) * 128.0)
+        factor = factor * (tl.load(p_u_scale + e, mask=e < n_pending, other=0).to(tl.float32) * 128.0)
+    high, low = split_half(k * tl.where(e == EN - 1, 1.0, factor))
+    return tl.reshape(tl.permute(tl.join(high, low), (2, 0, 1)), (2 * EN, 8 * M))
 
 
 @triton.jit
 def value_operands(
-    p_us, p_now, factor, n_pending, b,
+    p_us, p_now, n_pending, b,
     V: tl.constexpr, J: tl.constexpr, E: tl.constexpr, EN: tl.constexpr, NOW: tl.constexpr,
 ):  # fmt: skip
-    """Residuals of the pending tokens and of this one in a block's columns, as left operands: f16 `[16 E, 2 EN]`."""
+    """Residuals of the pending tokens and of this one in a block's columns, as left operands: f16 `[16 E, 2 EN]`.
+
+    The second is what halves leave of FP32 buffers, a scalar for all others.
+    """
     col = tl.reshape(block_columns(b, J, E), (16 * E, 1))
-    o = tl.arange(0, 2 * EN)[None, :]
-    e = o % EN
-    u = tl.load(p_us + e * V + col, mask=(e < n_pending) & (col >= 0), other=0).to(tl.float32) * factor[None, :]
-    if NOW:
-        u = tl.where(e == EN - 1, tl.load(p_now + col), u)
-    high, low = split_half(u)
-    return high, tl.where(o < EN, low, 0.0)
+    e = (tl.arange(0, 2 * EN) % EN)[None, :]
+    u, low = load_with_now(p_us, p_now, e, col, n_pending, col >= 0, V, EN, NOW), 0
+    if u.dtype == tl.float32:
+        u, low = split_half(u)
+    return u.to(tl.float16), low
 
 
 @triton.jit
-def add_window(x, u, k, M: tl.constexpr, E: tl.constexpr):
-    """The tile plus everything pending; u is a pair of operands."""
+def add_window(x, u, k, M: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr):
+    """The tile plus everything pending; u is a pair of operands, of which FP32 buffers (WIDE) need the second."""
     u0, u1 = u
-    x = tl.dot(u1, k, tl.dot(u0, k, tl.reshape(x, (16 * E, 8 * M))))
+    x = tl.dot(u0, k, tl.reshape(x, (16 * E, 8 * M)))
+    if WIDE:
+        x = tl.dot(u1, k, x)
     return tl.reshape(x, (2, 8 * E, 8 * M))
 
 
 @triton.jit
 def fold_pivots(
-    p_pivots, n_pivots, gamma, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, decay, x_k, u,
+    p_pivots, n_pivots, gamma, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, x_k, u,
     o_key, row_in, col, col_in, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, PB: tl.constexpr,
     SHARED_KEYS: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Fold the window into the FP16 rows of a head."""
     for first in range(0, n_pivots, PB):
         o_p = first + tl.arange(0, PB)
-        x = load_pivots(p_pivots, o_p, n_pivots, col, col_in, V) * pivot_vector(gamma * decay, o_p, n_pivots, K, KP)
+        x = load_pivots(p_pivots, o_p, n_pivots, col, col_in, V) * pivot_vector(gamma, o_p, n_pivots, K, KP)
         for i in range(n_pending):
-            key = load_entry(p_keys, p_key_scale, i, n_pending, o_key, row_in, K, INT8) * decay
+            key = load_entry(p_keys, p_key_scale, i, n_pending, o_key, row_in, K, INT8)
             if SHARED_KEYS:
                 key = key * tl.load(p_ratio + i)
             u_i = load_entry(p_us, p_u_scale, i, n_pending, col, col_in, V, INT8)

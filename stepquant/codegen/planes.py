@@ -49,13 +49,18 @@ def _plane(p_page, p_table, column: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def prefetch_head(p_page, p_table):
-    """Ask for a head's part of a page, so that it is in the L2 cache by the time it is loaded; no threads wait."""
+    """Ask for a head's part of a page."""
+    prefetch_bytes(p_page + table_offset(p_table, T_HEAD), tl.load(p_table + T_BYTES), 128)
+
+
+@triton.jit
+def prefetch_bytes(p, n_bytes, LINES: tl.constexpr):
+    """Ask for up to LINES lines of 128 bytes, so that they are in the L2 cache when they are loaded; no thread waits."""
     if not PLAIN:
-        o = 128 * tl.arange(0, 128)
-        p = (p_page + table_offset(p_table, T_HEAD) + o).to(tl.int64)
+        o = 128 * tl.arange(0, LINES)
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.lt.s32 p, $2, $3; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-            "=r,l,r,r", [p, o, tl.load(p_table + T_BYTES)], dtype=tl.int32, is_pure=False, pack=1,
+            "=r,l,r,r", [p.to(tl.int64) + o, o, n_bytes], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 

@@ -33,6 +33,8 @@ class KernelSpec:
         permuted: rows are stored in another order than the model's.
         refits: least-squares refits of the column scales.
         window: tokens between two writebacks; buffer: dtype of its buffers.
+        sample: columns of each half that row factors are means over; 0 for all.
+        refit_bits: heads of more bits than that on average are not refitted.
     """
 
     family: Literal["gdn", "kda"]
@@ -49,6 +51,8 @@ class KernelSpec:
     refits: int = 1
     window: int = 1
     buffer: str = "fp16"
+    sample: int = 0
+    refit_bits: int = 8
 
     @classmethod
     def of(
@@ -76,7 +80,8 @@ class KernelSpec:
         identity = bool((layout.permutation == np.arange(layout.key_dim)).all())
         return cls(
             family, layout.num_heads, num_key_heads, layout.key_dim, layout.value_dim, precisions,
-            codec.codebook == "head", four, pivots, not identity, codec.group, codec.refits, window, buffer,
+            codec.codebook == "head", four, pivots, not identity, codec.group, codec.refits, window, buffer, codec.sample,
+            codec.refit_bits,
         )  # fmt: skip
 
     @property
@@ -89,7 +94,7 @@ class KernelSpec:
             "H": self.num_heads, "HK": self.num_key_heads, "K": self.key_dim, "V": self.value_dim,
             "M": m, "J": half, "JP": j, "E": wide, "KP": 8 * m, "VP": 2 * j, "GROUP": min(self.group, j),
             "NIBBLES": high, "EIGHT": 8 in self.precisions, "SIX": 6 in self.precisions,
-            "TWO": 2 in self.precisions and not self.uniform, "REFITS": self.refits,
+            "TWO": 2 in self.precisions and not self.uniform, "REFITS": self.refits, "SAMPLE": self.sample, "REFIT_BITS": self.refit_bits,
             "PIVOT_BLOCK": 8, "W": self.window, "EN": max(8, power_of_two(self.window)),
         }  # fmt: skip
 
@@ -99,7 +104,7 @@ def head_tables(layout: PageLayout, layer: int, w: ArrayLike, spec: KernelSpec) 
 
     Returns:
         ``table`` int32 `[H, 16]` (columns in `planes`), ``row_w`` float32 `[2, H, K]` (w and 1 / (n w) in slot order, n
-        the columns that share a row factor), ``row_bits`` uint8 `[4, H, K]` (precisions, then
+        the columns that a row factor is the mean over), ``row_bits`` uint8 `[4, H, K]` (precisions, then
         the limits that `words.to_word` takes) and ``order`` int32 `[H, K]` (slot order).
     """
     heads = np.arange(layout.num_heads)[:, None]
@@ -107,7 +112,9 @@ def head_tables(layout: PageLayout, layer: int, w: ArrayLike, spec: KernelSpec) 
     bits = layout.bits[layer][heads, order]
     weights = np.asarray(w, dtype=np.float32)[heads, order]
     four = spec.four & (bits[:, :1] == 2)
-    columns = np.where(four, layout.group, layout.value_dim).astype(np.float32)
+    whole, half = layout.value_dim, layout.value_dim // 2
+    sampled = 2 * spec.sample if 0 < spec.sample < half else whole
+    columns = np.where(four, min(spec.sample or layout.group, layout.group), sampled).astype(np.float32)
     table = np.zeros((layout.num_heads, 16), np.int32)
     table[:, :7] = layout.offsets[layer]
     slots = layout.slots[layer] // KERNEL_GRANULARITY
@@ -116,7 +123,9 @@ def head_tables(layout: PageLayout, layer: int, w: ArrayLike, spec: KernelSpec) 
     table[:, 9] = slots[:, :2].sum(-1)
     table[:, 10] = slots.sum(-1)
     table[:, 11] = layout.num_pivots[layer]
-    table[:, 12] = np.where(layout.whole_pivot[layer], 2, np.where(four[:, 0], 1, 0))
+    coded = bits < PIVOT
+    mean = (bits * coded).sum(-1) / np.maximum(coded.sum(-1), 1)
+    table[:, 12] = mean <= spec.refit_bits
     table[:, 13] = bits[:, 0]
     table[:, 14] = layout.head_offsets[layer]
     table[:, 15] = layout.sizes[layer].sum(-1)

@@ -58,6 +58,8 @@ OPEN = """    FULL: tl.constexpr = BITS > 0 and K == 8 * M  # every row of the t
     HG: tl.constexpr = 2 if FOUR else 1
     GROUPS: tl.constexpr = J // GROUP if FOUR else 1
     BLOCKS: tl.constexpr = J // (8 * E * GROUPS)
+    SAMPLED: tl.constexpr = min(BLOCKS, SAMPLE // (8 * E)) if SAMPLE > 0 else BLOCKS
+    COLUMNS: tl.constexpr = SAMPLED * 8 * E * (1 if FOUR else 2)  # that a row factor is the mean over
     UNIT: tl.constexpr = 1.0 / 32.0 if FOUR else (2.0 ** (BITS - 8) if BITS > 0 else 1.0)
     planes = open_planes(p_page, p_table, 1)
     p_r = (p_page + table_offset(p_table, T_ROW)).to(tl.pointer_type(tl.float16))
@@ -67,20 +69,26 @@ CONSTANTS = "    w, inv_w, step_of, inv_largest = load_constants(p_w, p_bits, sl
 FACTORS = """        q_r, r_in = load_factors(p_r, g, slot, K, GROUPS, HG)
         rho = spread_rows(tl.load(q_r, mask=r_in, other=0).to(tl.float32) * (UNIT * $base), M, HG)
 """
+SUMS = """        total = tl.zeros([HG, 8, 8 * M], tl.float32)
+        for i in tl.range(1, SAMPLED, num_stages=1):
+$load_b$tile            total += partial_sums(tl.abs(x), M, E, HG)
+$load_first$tile_first        total += partial_sums(tl.abs(x), M, E, HG)
+"""
+# A block is loaded before the block in front of it is fitted; the last one is loaded twice and not used again.
 FIT = """        r, inv_rho, weight, inv_top = fit_rows(
-            total, w, inv_w, step_of, inv_largest, M, HG, GROUP if FOUR else V, BITS == 0
+            total, w, inv_w, step_of, inv_largest, M, HG, COLUMNS, BITS == 0
         )
 $mask_pivots        tl.store(q_r, r, mask=r_in)
         for b in tl.range(g * BLOCKS, (g + 1) * BLOCKS, num_stages=1):
-$block            q, c = fit_block(x, inv_rho, weight, inv_top, BITS, FOUR, REFITS)
+            following = tl.minimum(b + 1, (g + 1) * BLOCKS - 1)
+$load_following            q, c = fit_block(x, inv_rho, weight, inv_top, $refit, BITS, FOUR, REFITS)
             store_codes(planes, b, p_c, q, c, p_limits, H, K, J, M, E, FULL, BITS, ARCH, FOUR, $planes)
-"""
-SUMS = """        total = tl.zeros([HG, 8, 8 * M], tl.float32)
-        for b in tl.range(g * BLOCKS, (g + 1) * BLOCKS, num_stages=1):
-$block            total += partial_sums(tl.abs(x), M, E, HG)
-"""
+            if b + 1 < (g + 1) * BLOCKS:
+$tile_following"""
 MASK_PIVOTS = "        r = tl.where((slot < K - tl.load(p_table + T_PIVOTS))[None, :], r, 0.0)\n"
-PACKED_BLOCK = "            x = packed_block(planes, b, p_c, rho, J, M, E, FULL, FOUR, $planes)\n"
+# Of a block $b: everything that has to be loaded, and the float tile that becomes of it.
+PACKED_LOAD = "words, c_old = load_packed(planes, $b, p_c, J, M, E, FULL, FOUR, $planes)\n"
+PACKED_TILE = "x = packed_tile(words, c_old, rho, M, E, FOUR, $planes)\n"
 
 STEP = '''
 @triton.jit
@@ -92,17 +100,17 @@ def step_codes(
     """Update and readout of a head of integer rows, then fit, quantise and pack: a read, and two passes over blocks."""
 $open    G: tl.constexpr = JP // GROUP if FOUR else 1
     bytes_of = open_planes(p_page, p_table, 4)
-    words = load_block(bytes_of, 0, J, M, E, 4, FULL, FOUR, $planes)
+    first = load_block(bytes_of, 0, J, M, E, 4, FULL, FOUR, $planes)
     c_read = tl.load(p_c + col, mask=col_in, other=0).to(tl.float32)
 $constants    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
     decay, beta = token_gates(raw_a, raw_dt, a_log, raw_b)
     h_k, h_q = multiply_head(
-        bytes_of, words, p_r, c_read, x_k * decay, x_q * decay, slot, K, J, M, JP, E, G, UNIT, FULL, FOUR, $planes
+        bytes_of, first, p_r, c_read, x_k * decay, x_q * decay, slot, K, J, M, JP, E, G, UNIT, FULL, FOUR, $planes
     )
 $read_pivots    u = beta * (raw_v.to(tl.float32) - h_k)
     tl.store(p_out, (h_q + qk * u).to(p_out.dtype.element_ty), mask=col_in)
     key = spread_rows(x_k[None, :], M, 1)
-    for g in tl.static_range(GROUPS):
+    for g in tl.range(0, GROUPS, num_stages=1):
 $factors$sums$fit$update_pivots
 '''
 
@@ -137,8 +145,8 @@ def step(
     q, stride_q, k, stride_k, v, stride_v, a, stride_a, b, stride_b, A_log, dt_bias, scale, out, stride_out,
     L2NORM: tl.constexpr, ARCH: tl.constexpr,
 ):
-    """One decode step: program (h, n) updates head h of request n, whose page is `slots[n]`; -1 gives zeros."""
-    i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """One decode step: program (n, h) updates head h of request n, whose page is `slots[n]`; -1 gives zeros."""
+    i_h, i_n = tl.program_id(1), tl.program_id(0).to(tl.int64)
 $token    p_out = out + i_n * stride_out + i_h * V + col
     if i_slot < 0:
         tl.store(p_out, tl.zeros([VP], out.dtype.element_ty), mask=col_in)
@@ -149,7 +157,7 @@ $token    p_out = out + i_n * stride_out + i_h * V + col
 $dispatch
 '''
 
-DENSE_HEAD = """    i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+DENSE_HEAD = """    i_h, i_n = tl.program_id(1), tl.program_id(0).to(tl.int64)
     p_table = table + i_h * 16
     i_slot = tl.load(slots + i_n * stride_slot).to(tl.int64)
     i_bits = tl.load(p_table + T_BITS)
@@ -169,7 +177,7 @@ def pack_codes(
     NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
     """Fit, quantise and pack a dense head."""
-$open$constants    for g in tl.static_range(GROUPS):
+$open$constants    for g in tl.range(0, GROUPS, num_stages=1):
         q_r, r_in = load_factors(p_r, g, slot, K, GROUPS, HG)
 $sums$fit
 
@@ -178,7 +186,7 @@ def pack(
     pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
     state, stride_state, stride_head, stride_row, stride_col, ARCH: tl.constexpr,
 ):
-    """Prefill boundary: program (h, n) packs head h of dense FP32 state n into page `slots[n]`; -1 does nothing."""
+    """Prefill boundary: program (n, h) packs head h of dense FP32 state n into page `slots[n]`; -1 does nothing."""
 $head    p_w, p_bits, p_limits = row_w + i_h * K, row_bits + i_h * K, row_bits + (H + i_h) * K
 $dispatch$pivots'''
 
@@ -190,9 +198,10 @@ def unpack_codes(
     NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
     """Read a packed head back as it was quantised."""
-$open    for g in tl.static_range(GROUPS):
+$open    for g in tl.range(0, GROUPS, num_stages=1):
 $factors        for b in tl.range(g * BLOCKS, (g + 1) * BLOCKS, num_stages=1):
-            x = packed_block(planes, b, p_c, rho, J, M, E, FULL, FOUR, $planes)
+            words, c_old = load_packed(planes, b, p_c, J, M, E, FULL, FOUR, $planes)
+            x = packed_tile(words, c_old, rho, M, E, FOUR, $planes)
             p, inside = dense_place(p_state, p_order, stride_row, stride_col, b, $coded, K, J, M, E, $permuted)
             tl.store(p, x, mask=inside)
 
@@ -202,13 +211,14 @@ def unpack(
     pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
     state, stride_state, stride_head, stride_row, stride_col, ARCH: tl.constexpr,
 ):
-    """Prefill boundary: program (h, n) writes head h of page `slots[n]` to dense FP32 state n; -1 does nothing."""
+    """Prefill boundary: program (n, h) writes head h of page `slots[n]` to dense FP32 state n; -1 does nothing."""
 $head$dispatch$pivots'''
 
-DENSE_BLOCK = """\
-            p, inside = dense_place(p_state, p_order, stride_row, stride_col, b, K, K, J, M, E, $permuted)
-            x = in_sums(tl.load(p, mask=inside, other=0), M, E)
+DENSE_LOAD = """\
+p, inside = dense_place(p_state, p_order, stride_row, stride_col, $b, K, K, J, M, E, $permuted)
+raw = tl.load(p, mask=inside, other=0)
 """
+DENSE_TILE = "x = in_sums(raw, M, E)\n"
 DENSE_PIVOTS = """    col, col_in = tile_columns(J, JP)
     p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
     ${name}_pivots(

@@ -13,6 +13,8 @@ BUFFERS = """    p_us = us + (i_buffer * H + i_h) * ((W - 1) * V)
     p_key_scale = key_scale + (i_buffer * $key_heads + $key_head) * (W - 1)
     p_ratio = ratios + (i_buffer * H + i_h) * (W - 1)
     p_gamma = gammas + (i_buffer * H + i_h)$gamma_width
+    prefetch_bytes(p_us, n_pending * (V * p_us.dtype.element_ty.primitive_bitwidth // 8), 32)
+    prefetch_bytes(p_keys, n_pending * (K * p_keys.dtype.element_ty.primitive_bitwidth // 8), 32)
     o_key = $key_index
     gamma = tl.load(p_gamma$gamma_index, mask=$gamma_mask, other=1.0)
 """
@@ -37,15 +39,15 @@ READ = '''
 def read(
     pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
     q, stride_q, k, stride_k, v, stride_v, a, stride_a, b, stride_b, A_log, dt_bias, scale, out, stride_out,
-    buffers, phases, pending, keys, key_scale, us, u_scale, ratios, gammas, u_now,
+    buffers, phases, pending, keys, key_scale, us, u_scale, ratios, gammas, k_now, u_now,
     L2NORM: tl.constexpr, ARCH: tl.constexpr,
 ):
-    """One decode step without writeback: program (h, n) reads head h of request n and appends its token.
+    """One decode step without writeback: program (n, h) reads head h of request n and appends its token.
 
     `phases[n]` is the request's length mod W and `pending[n]` its entries, both before this token; a token at phase
-    W - 1 is not appended but left to `fold`, with its residual in `u_now`.
+    W - 1 is not appended but left to `fold` in `k_now` and `u_now`; its gate is folded into everything pending.
     """
-    i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_h, i_n = tl.program_id(1), tl.program_id(0).to(tl.int64)
 $token$window    p_out = out + i_n * stride_out + i_h * V + col
     if i_slot < 0:
         tl.store(p_out, tl.zeros([VP], out.dtype.element_ty), mask=col_in)
@@ -53,13 +55,13 @@ $token$window    p_out = out + i_n * stride_out + i_h * V + col
     p_page = pages + i_slot * stride_page
     prefetch_head(p_page, p_table)
 $buffers$body$read_pivots    h_k, h_q = read_pending(
-        h_k, h_q, x_k, x_q, decay, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, i_phase != W - 1,
-        o_key, row_in, col, col_in, K, V, SHARED_KEYS, INT8,
+        h_k, h_q, x_k, x_q, decay, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, o_key,
+        row_in, col, col_in, K, V, SHARED_KEYS, INT8,
     )
     u = beta * (raw_v.to(tl.float32) - h_k)
     tl.store(p_out, (h_q + qk * u).to(out.dtype.element_ty), mask=col_in)
     if i_phase == W - 1:
-        tl.store(u_now + (i_n * H + i_h) * V + col, u, mask=col_in)
+        tl.store(u_now + (i_n * H + i_h) * V + col, saturate(u, u_now), mask=col_in)
     else:
         store_entry(p_us, p_u_scale, u, n_pending, n_pending + 1, col, col_in, V, INT8)
 $append
@@ -79,66 +81,71 @@ BODY_KDA = """    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, sca
     h_k, h_q = read_codes(p_page, p_table, x_k * base, x_q * base, slot, col, col_in, $kind)
 """
 
-APPEND_GDN = """        if i_h % (H // HK) == 0:
+APPEND_GDN = """    if i_h % (H // HK) == 0:
+        if i_phase == W - 1:
+            tl.store(k_now + (i_n * HK + i_h // (H // HK)) * K + o_key, saturate(x_k, k_now), mask=row_in)
+        else:
             store_entry(p_keys, p_key_scale, x_k, n_pending, n_pending + 1, o_key, row_in, K, INT8)
-        o_w = tl.arange(0, W)
-        ratio = tl.load(p_ratio + o_w, mask=o_w < n_pending, other=0.0) * decay
-        tl.store(p_ratio + o_w, tl.where(o_w < n_pending, ratio, 1.0), mask=o_w <= n_pending)
-        tl.store(p_gamma, base)
+    o_w = tl.arange(0, W)
+    ratio = tl.load(p_ratio + o_w, mask=o_w < n_pending, other=0.0) * decay
+    tl.store(p_ratio + o_w, tl.where(o_w < n_pending, ratio, 1.0), mask=(o_w <= n_pending) & (o_w < W - 1))
+    tl.store(p_gamma, base)
 """
 
-APPEND_KDA = """        store_entry(p_keys, p_key_scale, x_k, n_pending, n_pending + 1, o_key, row_in, K, INT8)
-        tl.store(p_gamma + o_key, base, mask=row_in)
+APPEND_KDA = """    if i_phase == W - 1:
+        tl.store(k_now + (i_n * H + i_h) * K + o_key, saturate(x_k, k_now), mask=row_in)
+    else:
+        store_entry(p_keys, p_key_scale, x_k, n_pending, n_pending + 1, o_key, row_in, K, INT8)
+    tl.store(p_gamma + o_key, base, mask=row_in)
 """
 
 FOLD = '''
 @triton.jit
 def fold_codes(
-    p_page, p_table, p_w, p_bits, p_limits, base, slot, p_us, p_now, factor, n_pending, keys_now, NOW: tl.constexpr,
+    p_page, p_table, p_w, p_bits, p_limits, gamma, slot, p_us, p_u_now, n_pending, keys_now, NOW: tl.constexpr,
     FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
     NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
     """Everything pending into a head of integer rows, then fit, quantise and pack.
 
-    Two passes over the blocks, each made from the page and the window again: sums of |X|, then all the rest.
+    Sums of |X| over the first blocks for the row factors, then block by block.
     """
-$open$constants    for g in tl.static_range(GROUPS):
+$open$constants    for g in tl.range(0, GROUPS, num_stages=1):
 $factors$sums$fit
 '''
 
-WINDOW_BLOCK = """            x = packed_block(planes, b, p_c, rho, J, M, E, FULL, FOUR, $planes)
-            x = add_window(x, value_operands(p_us, p_now, factor, n_pending, b, V, J, E, EN, NOW), keys_now, M, E)
-"""
+WINDOW_LOAD = "us = value_operands(p_us, p_u_now, n_pending, $b, V, J, E, EN, NOW)\n"
+WINDOW_TILE = "x = add_window(x, us, keys_now, M, E, WIDE)\n"
 
 FOLD_PIVOT_ROWS = '''
 @triton.jit
 def fold_pivot_rows(
-    p_page, p_table, x_k, decay, gamma, row_in, o_key, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, p_now, n_pending,
+    p_page, p_table, gamma, row_in, o_key, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, p_k_now, p_u_now, n_pending,
     NOW: tl.constexpr,
 ):
     """Everything pending into the FP16 rows of a head of integer rows."""
     col, col_in = tile_columns(J, JP)
-    u = tl.zeros([VP], tl.float32)
+    u, x_k = tl.zeros([VP], tl.float32), tl.zeros([KP], tl.float32)
     if NOW:
-        u = tl.load(p_now + col, mask=col_in, other=0)
+        u = tl.load(p_u_now + col, mask=col_in, other=0).to(tl.float32)
+        x_k = tl.load(p_k_now + o_key, mask=row_in, other=0).to(tl.float32)
     p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
-    ones = tl.full([KP], 1.0, tl.float32)
     fold_pivots(
-        p_pivots, tl.load(p_table + T_PIVOTS), gamma * ones, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending,
-        decay * ones, x_k, u, o_key, row_in, col, col_in, K, V, KP, PIVOT_BLOCK, SHARED_KEYS, INT8,
+        p_pivots, tl.load(p_table + T_PIVOTS), gamma + tl.zeros([KP], tl.float32), p_keys, p_key_scale, p_us, p_u_scale,
+        p_ratio, n_pending, x_k, u, o_key, row_in, col, col_in, K, V, KP, PIVOT_BLOCK, SHARED_KEYS, INT8,
     )
 
 '''
 
 FOLD_PIVOT_HEAD = '''
 @triton.jit
-def fold_pivot_head(p_page, p_table, base, p_us, p_now, factor, n_pending, keys_now, NOW: tl.constexpr):
+def fold_pivot_head(p_page, p_table, base, p_us, p_u_now, n_pending, keys_now, NOW: tl.constexpr):
     """Everything pending into a head that is kept in FP16."""
     p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
     for b in tl.range(0, J // (8 * E), num_stages=1):
         p, inside = dense_place(p_pivots, p_pivots, V, 1, b, K, K, J, M, E, False)
         x = tl.load(p, mask=inside, other=0).to(tl.float32) * base
-        x = add_window(x, value_operands(p_us, p_now, factor, n_pending, b, V, J, E, EN, NOW), keys_now, M, E)
+        x = add_window(x, value_operands(p_us, p_u_now, n_pending, b, V, J, E, EN, NOW), keys_now, M, E, WIDE)
         tl.store(p, saturate(x, p_pivots).to(tl.float16), mask=inside)
 
 '''
@@ -147,21 +154,27 @@ FOLD_KERNEL = '''
 @triton.jit
 def fold(
     pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
-    q, stride_q, k, stride_k, v, stride_v, a, stride_a, b, stride_b, A_log, dt_bias, scale, out, stride_out,
-    buffers, phases, pending, keys, key_scale, us, u_scale, ratios, gammas, u_now,
-    L2NORM: tl.constexpr, ARCH: tl.constexpr,
+    buffers, phases, pending, keys, key_scale, us, u_scale, ratios, gammas, k_now, u_now, folds, ARCH: tl.constexpr,
 ):
-    """Writeback: program (h, n) folds the window of head h of request n in, if this token completes one."""
-    i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if tl.load(phases + i_n) != W - 1:
-        return
-$token$window    if i_slot < 0:
-        return
-    p_page = pages + i_slot * stride_page
-    p_now = u_now + (i_n * H + i_h) * V
-$buffers    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
-    decay, beta = token_gates(raw_a, raw_dt, a_log, raw_b)
-$dispatch'''
+    """Writeback: program (i, h) folds head h of every so many-th request whose window the token just read completes.
+
+    `folds` has how many those are and their places in the batch (`stepquant.codegen.folds`).
+    """
+    i_h, n_folds = tl.program_id(1), tl.load(folds)
+    p_table = table + i_h * 16
+    i_bits = tl.load(p_table + T_BITS)
+    slot = tl.arange(0, KP)
+    row_in = slot < K
+    row = $row
+    for i in tl.range(tl.program_id(0), n_folds, tl.num_programs(0), num_stages=1):
+        i_n = tl.load(folds + 1 + i).to(tl.int64)
+        i_slot = tl.load(slots + i_n * stride_slot).to(tl.int64)
+$window        if i_slot >= 0:
+            p_page = pages + i_slot * stride_page
+            prefetch_head(p_page, p_table)
+            p_u_now = u_now + (i_n * H + i_h) * V
+            p_k_now = k_now + (i_n * $key_heads + $key_head) * K
+$buffers$dispatch'''
 
 FLUSH_KERNEL = '''
 @triton.jit
@@ -170,7 +183,7 @@ def flush(
     buffers, phases, pending, keys, key_scale, us, u_scale, ratios, gammas, ARCH: tl.constexpr,
 ):
     """Fold a window that is not full, before a slot is copied, forked or sent away; nothing pending changes nothing."""
-    i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_h, i_n = tl.program_id(1), tl.program_id(0).to(tl.int64)
     p_table = table + i_h * 16
     i_slot = tl.load(slots + i_n * stride_slot).to(tl.int64)
     i_bits = tl.load(p_table + T_BITS)
@@ -182,14 +195,12 @@ $window    if i_slot < 0:
     slot = tl.arange(0, KP)
     row_in = slot < K
     row = $row
-$buffers    decay = $one
-    x_k, p_now = tl.zeros([KP], tl.float32), gammas  # there is no token: neither is used
+$buffers    p_u_now, p_k_now = us, keys  # there is no token: neither is used
 $dispatch'''
 
 FOLD_OPERANDS = """    p_w, p_bits, p_limits = row_w + i_h * K, row_bits + i_h * K, row_bits + (H + i_h) * K
-    factor = value_factors(p_ratio, p_u_scale, n_pending, decay, EN, SHARED_KEYS, INT8)
     keys_now = key_operands(
-        p_keys, p_key_scale, n_pending, decay, x_k, order + i_h * K, K, M, EN, SHARED_KEYS, PERMUTED, INT8
+        p_keys, p_key_scale, p_u_scale, p_ratio, p_k_now, n_pending, order + i_h * K, K, M, EN, $now, SHARED_KEYS,
+        PERMUTED, INT8,
     )
-    base = gamma * decay
 """

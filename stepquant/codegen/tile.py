@@ -96,34 +96,7 @@ def total_sums(x, M: tl.constexpr, HG: tl.constexpr):
 @triton.jit
 def max_slots(x):
     """Largest value over the slots, ``[h, (e, l)]``."""
-    if x.shape[2] > 2:
-        x = max_slots(tl.max(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 2, 2)), 3))
-    else:
-        x = tl.max(x, 2)
-    return x
-
-
-@triton.jit
-def _sum_pairs(x, y):
-    """Sums over the last axis of x and of y."""
-    if x.shape[2] > 2:
-        x = tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 2, 2))
-        y = tl.reshape(y, x.shape)
-        x, y = tl.reduce((x, y), 3, add_pair)
-        x, y = _sum_pairs(x, y)
-    else:
-        x, y = tl.reduce((x, y), 2, add_pair)
-    return x, y
-
-
-@triton.jit
-def _quarters(x):
-    """A tile as four over (s, i1), so that sums over the slots begin as chains of fused multiply-adds."""
-    x = tl.reshape(x, (x.shape[0], x.shape[1], 2, 2, x.shape[2] // 4))
-    x0, x1 = tl.split(tl.permute(x, (0, 1, 4, 2, 3)))
-    x00, x10 = tl.split(x0)
-    x01, x11 = tl.split(x1)
-    return x00, x01, x10, x11
+    return tl.max(x, 2)
 
 
 @triton.jit
@@ -135,13 +108,7 @@ def add_pair(a, b, c, d):
 @triton.jit
 def sum_slots(t, x, y):
     """Sums over the slots of t * x and of t * y, ``[h, (e, l)]``."""
-    t0, t1, t2, t3 = _quarters(t)
-    x0, x1, x2, x3 = _quarters(x)
-    y0, y1, y2, y3 = _quarters(y)
-    tx, ty = t1 * x1 + t0 * x0, t1 * y1 + t0 * y0
-    tx, ty = t2 * x2 + tx, t2 * y2 + ty
-    tx, ty = t3 * x3 + tx, t3 * y3 + ty
-    return _sum_pairs(tx, ty)
+    return tl.reduce((t * x, t * y), 2, add_pair)
 
 
 @triton.jit

@@ -34,6 +34,7 @@ SHIFT_BYTES = tl.constexpr(
     "shl.b32 s, t, 2; and.b32 s, s, 0xFCFCFCFC; lop3.b32 t, s, t, $6, 0xE4; "
     "shl.b32 s, t, 4; and.b32 s, s, 0xF0F0F0F0; lop3.b32 $0, s, t, $7, 0xE4;"
 )
+REACH = tl.constexpr(1 - 2.0**-10)  # of `stepquant.codec.dual_axis`
 SCALE_MIN = tl.constexpr(2.0**-24)  # FP16 clamp of every stored scale
 SCALE_MAX = tl.constexpr(65504.0)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stepquant.codec.recurrence import expand_gate
 from stepquant.codec.registry import StateCodec
-from stepquant.codec.window import store
+from stepquant.codec.window import last_dtype, store
 
 GRAPH_WINDOWS = 16  # windows from which recording one pays
 
@@ -79,8 +79,9 @@ def prepare_windows(
         for n in range(1, length):
             now = committed[..., :n, :] * gate[..., n : n + 1, :]
             overlap[..., n, :n] = both[..., n, :, :] @ now.transpose(-1, -2)
-            committed[..., :n, :] = now if n == length - 1 else store(now, dtype)
-    committed[..., -1, :] = k[..., -1, :]  # the token that completes the window is folded as it is
+            committed[..., :n, :] = store(now, dtype)
+    if length > 1:
+        committed[..., -1, :] = store(k[..., -1, :], last_dtype(dtype))
     system, mix = overlap[..., 0, :, :].tril(-1) * beta, overlap[..., 1, :, :].tril(-1)
     mix.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
     eye = torch.eye(length, dtype=k.dtype, device=k.device)
@@ -132,7 +133,7 @@ def _window(
         y.baddbmm_(mix, u)
     else:
         u = _rounded_residuals(system, target, dtype)
-        own = target - torch.bmm(system, u)  # each token's own residual, not yet rounded into the buffer
+        own = target - torch.bmm(system, u)  # each token's own residual, not yet rounded
         y.baddbmm_(mix.tril(-1), u).addcmul_(mix.diagonal(dim1=-2, dim2=-1).unsqueeze(-1), own)
     flat.mul_(decay)
     if length == 1:
@@ -166,12 +167,11 @@ def _replay(
 
 
 def _rounded_residuals(system: Tensor, target: Tensor, dtype: str) -> Tensor:
-    """Residuals `[b * H, W, V]` as the buffer holds them, each from the rounded ones before it; the last is exact."""
+    """Residuals `[b * H, W, V]` as they are held, each from the rounded ones before it."""
     u = target.clone()
     length = u.shape[-2]
     for n in range(length):
         if n:
             u[:, n] -= torch.bmm(system[:, n : n + 1, :n], u[:, :n]).squeeze(-2)
-        if n < length - 1:
-            u[:, n] = store(u[:, n], dtype)
+        u[:, n] = store(u[:, n], dtype if n < length - 1 else last_dtype(dtype))
     return u

@@ -15,6 +15,7 @@ from torch import Tensor
 from stepquant.codec.dual_axis import to_fp16, to_scale
 from stepquant.codec.packed import PackedCodec
 from stepquant.codec.spec import CodecSpec
+from stepquant.codec.window import last_dtype, store
 from stepquant.codegen.spec import KernelSpec
 from stepquant.layout import PageLayout
 from stepquant.runtime.window import WindowBuffers
@@ -61,6 +62,17 @@ class ReferenceKernels:
         phases: Tensor, pending: Tensor, l2norm: bool = True,
     ) -> Tensor:  # fmt: skip
         """One decode step with a write window; see `PackedKernels.window_step`."""
+        token = (q, k, v, a, b, A_log, dt_bias, scale, out)
+        self.read(layer, pages, slots, *token, buffers, rows, phases, pending, l2norm)
+        self.fold(layer, pages, slots, buffers, rows, phases, pending, self.list_folds(phases))
+        return out
+
+    def read(
+        self, layer: int, pages: Tensor, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+        A_log: Tensor, dt_bias: Tensor, scale: float, out: Tensor, buffers: WindowBuffers, rows: Tensor,
+        phases: Tensor, pending: Tensor, l2norm: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """Outputs of a step; pages are not written; see `PackedKernels.read`."""
         live, index = self._live(slots)
         out.zero_()
         if not len(live):
@@ -69,20 +81,48 @@ class ReferenceKernels:
         q, k, v, gate, beta = self._token(q[live], k[live], v[live], a[live], b[live], A_log, dt_bias, scale, l2norm)
         row, count = rows[live].long(), pending[live].long()
         keys, us, gamma = self._pending(buffers, row, count)
-        base = self.codecs[layer].unpack(pages[index])
         decay, keys = gamma * gate, keys * gate.unsqueeze(-2)
         reads = torch.stack([k, q], -2)
+        base = self.codecs[layer].unpack(pages[index])
         total = (reads * decay.unsqueeze(-2)) @ base + (reads @ keys.transpose(-1, -2)) @ us
         u = beta.unsqueeze(-1) * (v - total[..., 0, :])
         out[live] = (total[..., 1, :] + (q * k).sum(-1, keepdim=True) * u).to(out.dtype)
+        if self.spec.family == "gdn":
+            k = _normalised(raw_k) if l2norm else raw_k  # value heads of a group share the raw key
+        self._decay(buffers, row, count, gate, decay)
         full = phases[live] == self.spec.window - 1
-        if bool(full.any()):
-            state = base * decay.unsqueeze(-1) + keys.transpose(-1, -2) @ us + k.unsqueeze(-1) * u.unsqueeze(-2)
-            pages[index[full]] = self.codecs[layer].pack(state[full])
-        if not bool(full.all()):
-            shared = _normalised(raw_k) if l2norm else raw_k
-            self._append(buffers, *(x[~full] for x in (row, count, k, shared, u, gate, decay)))
+        last = last_dtype(self.spec.buffer)
+        buffers.k_now[live[full]] = store(k[full], last).to(buffers.k_now.dtype)
+        buffers.u_now[live[full]] = store(u[full], last).to(buffers.u_now.dtype)
+        row, count = row[~full], count[~full]
+        if self.spec.family == "gdn":
+            buffers.ratios[row, :, count] = 1
+        _store(buffers.keys, buffers.key_scale, row, count, k[~full])
+        _store(buffers.us, buffers.u_scale, row, count, u[~full])
         return out
+
+    def fold(
+        self, layer: int, pages: Tensor, slots: Tensor, buffers: WindowBuffers, rows: Tensor, phases: Tensor,
+        pending: Tensor, folds: Tensor,
+    ) -> None:  # fmt: skip
+        """Windows that the tokens just read complete go into the pages; see `PackedKernels.fold`."""
+        places = folds[1 : 1 + int(folds[0])].long()
+        places = places[slots[places] >= 0]
+        if len(places):
+            row = rows[places].long()
+            keys, us, _ = self._pending(buffers, row, pending[places].long())
+            gamma = buffers.gammas[row].reshape(*keys.shape[:2], -1)  # this token's gate is in it, pending ones or not
+            k, u = buffers.k_now[places].float(), buffers.u_now[places].float()
+            k = k.repeat_interleave(self.spec.num_heads // k.shape[1], 1)
+            codec, index = self.codecs[layer], slots[places].long()
+            state = codec.unpack(pages[index]) * gamma.unsqueeze(-1) + keys.transpose(-1, -2) @ us
+            pages[index] = codec.pack(state + k.unsqueeze(-1) * u.unsqueeze(-2))
+
+    def list_folds(self, phases: Tensor) -> Tensor:
+        """What `fold` takes as `folds`; see `PackedKernels.list_folds`."""
+        full = (phases == self.spec.window - 1).nonzero().flatten().int()
+        rest = full.new_zeros(len(phases) - len(full))
+        return torch.cat([full.new_tensor([len(full)]), full, rest])
 
     def flush(
         self, layer: int, pages: Tensor, slots: Tensor, buffers: WindowBuffers, rows: Tensor, phases: Tensor,
@@ -148,26 +188,18 @@ class ReferenceKernels:
             gamma = gamma.unsqueeze(-1)
         return keys, us, torch.where((count > 0)[:, None, None], gamma, 1)
 
-    def _append(
-        self, buffers: WindowBuffers, row: Tensor, count: Tensor, k: Tensor, shared: Tensor, u: Tensor, gate: Tensor,
-        decay: Tensor,
-    ) -> None:  # fmt: skip
-        """Commit one token of each request as entry `count`."""
+    def _decay(self, buffers: WindowBuffers, row: Tensor, count: Tensor, gate: Tensor, decay: Tensor) -> None:
+        """Fold the gate of a token into everything pending; `decay` is the product of all of them."""
         before = torch.arange(self.spec.window - 1, device=row.device) < count.unsqueeze(-1)
         if self.spec.family == "gdn":
-            ratios = torch.where(before[:, None], buffers.ratios[row] * gate, buffers.ratios[row])
-            buffers.ratios[row] = ratios
-            buffers.ratios[row, :, count] = 1
+            buffers.ratios[row] = torch.where(before[:, None], buffers.ratios[row] * gate, buffers.ratios[row])
             buffers.gammas[row] = decay.squeeze(-1)
-            _store(buffers.keys, buffers.key_scale, row, count, shared)
-        else:
-            for i in range(int(count.max())):
-                some = before[:, i]
-                old = _load(buffers.keys, buffers.key_scale, row[some])[:, :, i]
-                _store(buffers.keys, buffers.key_scale, row[some], torch.full_like(row[some], i), old * gate[some])
-            buffers.gammas[row] = decay
-            _store(buffers.keys, buffers.key_scale, row, count, k)
-        _store(buffers.us, buffers.u_scale, row, count, u)
+            return
+        for i in range(int(count.max())):
+            some = before[:, i]
+            old = _load(buffers.keys, buffers.key_scale, row[some])[:, :, i]
+            _store(buffers.keys, buffers.key_scale, row[some], torch.full_like(row[some], i), old * gate[some])
+        buffers.gammas[row] = decay
 
 
 def _normalised(x: Tensor) -> Tensor:

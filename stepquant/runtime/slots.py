@@ -14,6 +14,7 @@ keeps its addresses, so that it can be captured.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,8 @@ from torch import Tensor
 from stepquant.errors import BackendError
 from stepquant.layout import PageLayout
 from stepquant.runtime.copies import advance, contain, copy_rows
-from stepquant.runtime.window import WindowBuffers, bytes_per_request
+from stepquant.runtime.window import WindowBuffers, allocate_now, bytes_per_request
+from stepquant.runtime.writeback import PAIRS, WritebackStream
 
 ROW, PHASE, PENDING = 0, 1, 2
 PADDING_SLOT = 0
@@ -50,6 +52,7 @@ class _Step:
     rows: Tensor
     phases: Tensor
     pending: Tensor
+    folds: Tensor
 
 
 class SlotStore:
@@ -80,10 +83,15 @@ class SlotStore:
         self._layers = [self.pages[:, i:j] for i, j in zip(layout.layer_offsets.tolist(), ends, strict=True)]
         self._words = self.pages.view(torch.int64)  # pages are multiples of 256 bytes: copies move 8 at a time
         self.buffers: list[WindowBuffers] = []
+        self.aside: WritebackStream | None = None
         if self.window > 1:
-            spec, rows = kernels.spec, requests + SPARE
-            shared = torch.zeros(rows, spec.num_heads, spec.value_dim, dtype=torch.float32, device=self.device)
-            self.buffers = [WindowBuffers.allocate(spec, requests + 1, self.device, shared) for _ in self._layers]
+            if self.device.type == "cuda":
+                self.aside = WritebackStream(self.device)
+            shared = [allocate_now(kernels.spec, requests + SPARE, self.device) for _ in range(PAIRS)]
+            self.buffers = [
+                WindowBuffers.allocate(kernels.spec, requests + 1, self.device, shared[i % PAIRS])
+                for i in range(len(self._layers))
+            ]
         self._step: _Step | None = None
         self._lengths: Tensor | None = None
         self._bad = torch.zeros(0, dtype=torch.bool, device=self.device)
@@ -100,7 +108,7 @@ class SlotStore:
         if self.window == 1:
             return 0
         own = bytes_per_request(self.kernels.spec) * len(self.buffers) * (self.requests + 1)
-        return own + self.buffers[0].u_now.nbytes
+        return own + sum(b.k_now.nbytes + b.u_now.nbytes for b in self.buffers[:PAIRS])
 
     @property
     def nonfinite(self) -> int:
@@ -270,14 +278,24 @@ class SlotStore:
             if len(slots) > self.requests + SPARE:
                 raise BackendError(f"a batch of {len(slots)} for {self.requests} running requests")
             state = self.table[:, slots.long().clamp(min=0)]
-            self._step = _Step(state[ROW].clamp(min=0), state[PHASE], state[PENDING])
+            phases = state[PHASE]
+            self._step = _Step(state[ROW].clamp(min=0), phases, state[PENDING], self.kernels.list_folds(phases))
         step = self._step
         if step is None:
             raise BackendError(f"layer {layer} decodes before layer 0")
-        self.kernels.window_step(
-            layer, self.page(layer), slots, *token, buffers=self.buffers[layer], rows=step.rows, phases=step.phases,
+        buffers = self.buffers[layer]
+        if self.aside is not None:
+            self.aside.before_read(layer)
+        self.kernels.read(
+            layer, self.page(layer), slots, *token, buffers=buffers, rows=step.rows, phases=step.phases,
             pending=step.pending, l2norm=l2norm,
         )  # fmt: skip
+        with nullcontext() if self.aside is None else self.aside.fold(layer):
+            self.kernels.fold(
+                layer, self.page(layer), slots, buffers, step.rows, step.phases, step.pending, step.folds
+            )  # fmt: skip
+        if last and self.aside is not None:
+            self.aside.join()
         if last:
             advance(self.table, slots, step.phases, step.pending, self.window)
             contain(out, slots, self.pages, self.table, self._nonfinite)

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from stepquant.codec.spec import CodecSpec
+from stepquant.codegen.folds import list_folds
 from stepquant.codegen.generate import generate, load_source, source_hash
 from stepquant.codegen.kernel_plan import launches_of
-from stepquant.codegen.spec import KernelSpec, head_tables
+from stepquant.codegen.spec import KernelSpec, head_tables, power_of_two
 from stepquant.errors import ArtifactError
 from stepquant.layout import PageLayout
 from stepquant.runtime.window import WindowBuffers
+
+FOLD_SHARE = 2  # programs of a fold, in requests that complete a window where phases are spread evenly
 
 
 class PackedKernels:
@@ -95,14 +98,43 @@ class PackedKernels:
             pending: int32 `[B]`, its entries before this token, at most its phase. The caller counts: pending becomes 0
                 after a fold (phase W - 1) and grows by one otherwise. The other arguments are `step`'s.
         """
+        token = (q, k, v, a, b, A_log, dt_bias, scale, out)
+        self.read(layer, pages, slots, *token, buffers, rows, phases, pending, l2norm)
+        self.fold(layer, pages, slots, buffers, rows, phases, pending, self.list_folds(phases))
+        return out
+
+    def read(
+        self, layer: int, pages: Tensor, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+        A_log: Tensor, dt_bias: Tensor, scale: float, out: Tensor, buffers: WindowBuffers, rows: Tensor,
+        phases: Tensor, pending: Tensor, l2norm: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """The first half of `window_step`: pages are not written, tokens that complete a window wait in k_now and u_now."""
         token = (
             q, q.stride(0), k, k.stride(0), v, v.stride(0), a, a.stride(0), b, b.stride(0), A_log, dt_bias, scale,
             out, out.stride(0),
         )  # fmt: skip
-        window = (rows, phases, pending, *buffers.arguments, buffers.u_now, l2norm)
-        self._launch("read", layer, pages, slots, *token, *window)
-        self._launch("fold", layer, pages, slots, *token, *window)
+        window = (rows, phases, pending, *buffers.arguments, buffers.k_now, buffers.u_now)
+        self._launch("read", layer, pages, slots, *token, *window, l2norm)
         return out
+
+    def fold(
+        self, layer: int, pages: Tensor, slots: Tensor, buffers: WindowBuffers, rows: Tensor, phases: Tensor,
+        pending: Tensor, folds: Tensor,
+    ) -> None:  # fmt: skip
+        """The second half: windows that the tokens just read complete go into the pages.
+
+        Args:
+            phases, pending: as they were before the tokens; folds: `list_folds(phases)`, the same for every layer.
+        """
+        window = (rows, phases, pending, *buffers.arguments, buffers.k_now, buffers.u_now)
+        self._launch("fold", layer, pages, slots, *window, folds)
+
+    def list_folds(self, phases: Tensor) -> Tensor:
+        """What `fold` takes as `folds`, int32 `[B + 1]`, from the phases int32 `[B]` before the token."""
+        folds = torch.empty(len(phases) + 1, dtype=torch.int32, device=phases.device)
+        block = min(1024, power_of_two(max(len(phases), 16)))
+        list_folds[(1,)](phases, folds, len(phases), self.spec.window, block, num_warps=max(1, block // 256))
+        return folds
 
     def flush(
         self, layer: int, pages: Tensor, slots: Tensor, buffers: WindowBuffers, rows: Tensor, phases: Tensor,
@@ -132,7 +164,10 @@ class PackedKernels:
 
     def _launch(self, name: str, layer: int, pages: Tensor, slots: Tensor, *args: Any) -> None:
         table, launch = self.tables[layer], self.launches[name]
-        grid = (self.spec.num_heads, slots.shape[0])
+        programs = slots.shape[0]
+        if name == "fold":  # phases are spread: a program that finds nothing to do costs a microsecond all the same
+            programs = -(-FOLD_SHARE * programs // self.spec.window)
+        grid = (programs, self.spec.num_heads)  # neighbours run the same head, so the same instructions
         getattr(self.modules[name], name)[grid](
             pages, pages.stride(0), table["table"], table["row_w"], table["row_bits"], table["order"],
             slots, slots.stride(0), *args, self.arch,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stepquant.codec.window import last_dtype
 from stepquant.codegen.spec import KernelSpec
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.int8}
@@ -21,7 +22,8 @@ class WindowBuffers:
         us: `[N, H, W-1, V]` residuals. key_scale, u_scale: FP16, one a vector, used by int8 buffers only.
         ratios: FP32 `[N, H, W-1]`, gates since each entry (GDN; unused by KDA).
         gammas: FP32 `[N, H]` or `[N, H, K]`, all gates since the fold; not read while nothing is pending.
-        u_now: FP32 `[N, H, V]`, residual of the token being read, from `read` to `fold` of the same step.
+        k_now, u_now: FP16 (FP32 beside FP32 buffers) `[N, HK or H, K]` and `[N, H, V]`, key and residual of a token that
+            completes a window, from `read` to `fold` of the same step.
     """
 
     keys: Tensor
@@ -30,13 +32,14 @@ class WindowBuffers:
     u_scale: Tensor
     ratios: Tensor
     gammas: Tensor
+    k_now: Tensor
     u_now: Tensor
 
     @classmethod
     def allocate(
-        cls, spec: KernelSpec, count: int, device: torch.device | str, u_now: Tensor | None = None
+        cls, spec: KernelSpec, count: int, device: torch.device | str, now: tuple[Tensor, Tensor] | None = None
     ) -> WindowBuffers:
-        """Buffers for `count` requests; `u_now` may be shared between layers."""
+        """Buffers for `count` requests; `now` has k_now and u_now where layers share them (`allocate_now`)."""
         entries, dtype = spec.window - 1, DTYPES[spec.buffer]
         kda = spec.family == "kda"
         key_heads = spec.num_heads if kda else spec.num_key_heads
@@ -45,6 +48,7 @@ class WindowBuffers:
             return torch.empty(count, *shape, dtype=dtype, device=device)
 
         half = torch.float16
+        k_now, u_now = allocate_now(spec, count, device) if now is None else now
         return cls(
             keys=empty(key_heads, entries, spec.key_dim, dtype=dtype),
             us=empty(spec.num_heads, entries, spec.value_dim, dtype=dtype),
@@ -52,17 +56,26 @@ class WindowBuffers:
             u_scale=empty(spec.num_heads, entries, dtype=half),
             ratios=empty(spec.num_heads, entries),
             gammas=empty(spec.num_heads, spec.key_dim) if kda else empty(spec.num_heads),
-            u_now=empty(spec.num_heads, spec.value_dim) if u_now is None else u_now,
+            k_now=k_now,
+            u_now=u_now,
         )
 
     @property
     def arguments(self) -> tuple[Tensor, ...]:
-        """In the order the kernels take them, without u_now."""
+        """In the order the kernels take them, without k_now and u_now."""
         return self.keys, self.key_scale, self.us, self.u_scale, self.ratios, self.gammas
 
 
+def allocate_now(spec: KernelSpec, count: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """k_now and u_now for batches of up to `count` requests."""
+    dtype = DTYPES[last_dtype(spec.buffer)]
+    key_heads = spec.num_heads if spec.family == "kda" else spec.num_key_heads
+    k = torch.zeros(count, key_heads, spec.key_dim, dtype=dtype, device=device)
+    return k, torch.zeros(count, spec.num_heads, spec.value_dim, dtype=dtype, device=device)
+
+
 def bytes_per_request(spec: KernelSpec) -> int:
-    """Bytes of one layer's buffers that a running request owns, the shared `u_now` left out."""
+    """Bytes of one layer's buffers that a running request owns, what layers share left out."""
     if spec.window == 1:
         return 0
     entries, int8 = spec.window - 1, spec.buffer == "int8"

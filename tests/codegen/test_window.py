@@ -27,7 +27,7 @@ def test_window(name: str, K: int, V: int, window: int, buffer: str) -> None:
     everything = (buffers.keys, buffers.us, buffers.key_scale, buffers.u_scale, buffers.ratios, buffers.gammas)
     for x in (*everything, buffers.u_now):
         x.fill_(torch.nan if x.is_floating_point() else 77)
-    start = [0, 0, window - 2]  # two requests at different phases
+    start = [0, 0, window - 1]  # two requests at different phases; one folds with nothing pending
     phases, pending = torch.tensor(start, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     windows = {i: WriteWindow(window, buffer, start[i]) for i in (0, 2)}
     base = {i: codec.unpack(pages[slots[i].long()][None])[0] for i in windows}
