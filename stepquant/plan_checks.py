@@ -56,6 +56,8 @@ def check_codec(where: str, codec: CodecSpec, value_dim: int) -> None:
         raise ArtifactError(f"{where}: codec.codebook is {codec.codebook!r}; expected one of {CODEBOOKS}")
     if codec.group < 1:
         raise ArtifactError(f"{where}: codec.group is {codec.group}; expected at least one of {value_dim} columns")
+    if codec.sample % 16:
+        raise ArtifactError(f"{where}: codec.sample is {codec.sample}; expected a multiple of 16 columns, or 0")
 
 
 def check_storage(where: str, bits: Tensor, permutation: Tensor) -> None:

@@ -74,7 +74,7 @@ def dry_run_summary(context: Context, passes: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "name": recipe.name, "dry_run": True, "geometry": g.to_json(), "unit": context.unit,
         "units": g.num_delta_layers * g.num_heads * (g.key_dim if context.unit == "row" else 1),
-        "codec": {"kind": context.codec.kind, "codebook": context.codec.codebook, "refits": context.codec.refits},
+        "codec": {"kind": context.codec.kind, "codebook": context.codec.codebook, "refits": recipe.spatial.refits},
         "passes": passes, "window": {"length": recipe.window.length, "dtype": recipe.window.dtype},
         "bytes_per_running_request": window_bytes(g, recipe.window.tokens, recipe.window.dtype),
         "bytes_per_request": {"fp32": g.fp32_bytes}, "synthetic": context.synthetic,

@@ -73,9 +73,6 @@ class DualAxisCodec:
         self.any_pivot = bool(self.pivot.any())
         self.w2 = self.w.square() * self.integer  # pivots have no say in the column fit
         four = (bits == 2).all(-1) if spec.codebook == "head" else torch.zeros_like(bits[:, 0], dtype=torch.bool)
-        mean = (bits * ~self.pivot).sum(-1) / (~self.pivot).sum(-1).clamp_min(1)
-        self.refit = (mean <= spec.refit_bits)[:, None, None]  # [H, 1, 1]
-        self.refits = spec.refits if bool(self.refit.any()) else 0
         self.four_heads = four.nonzero().flatten() if bool(four.any()) else None
 
     def roundtrip(self, x: Tensor) -> Tensor:
@@ -128,9 +125,8 @@ class DualAxisCodec:
         peak = bound.amax(-2, keepdim=True)
         c = to_scale(peak)
         weight = (self.w2 * rs.square()) if rs.shape[-1] > 1 else (self.w2 * rs.square()).transpose(-1, -2)
-        first = torch.where(self.refit, torch.maximum(c, peak * REACH), c) if self.refits else c
-        codes = self._quantise(scaled, first, bound)
-        for _ in range(self.refits):
+        codes = self._quantise(scaled, torch.maximum(c, peak * REACH) if self.spec.refits else c, bound)
+        for _ in range(self.spec.refits):
             product, square = codes * scaled, codes.square()
             if rs.shape[-1] > 1:
                 numerator = (product * weight).sum(-2, keepdim=True)
@@ -138,7 +134,7 @@ class DualAxisCodec:
             else:
                 numerator, denominator = weight @ product, weight @ square
             refit = to_scale(numerator / denominator)
-            c = torch.where(self.refit & (denominator > 0), refit, c)
+            c = torch.where(denominator > 0, refit, c)
             codes = self._quantise(scaled, c, codes)
         return codes, rs, c
 

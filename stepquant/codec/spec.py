@@ -27,7 +27,6 @@ class CodecSpec:
         group: value columns that share a row factor in a four-level two-bit head.
         sample: columns at the start of each half of a row (of each group in four-level heads) that its row factor is
             the mean over; 0 for all of them.
-        refit_bits: heads whose integer rows have more bits than that on average are not refitted.
     """
 
     kind: CodecKind = "dual_axis"
@@ -35,7 +34,6 @@ class CodecSpec:
     refits: int = 1
     group: int = 32
     sample: int = 0
-    refit_bits: int = 8
 
 
 def four_level_fault(value_dim: int, group: int) -> str | None:

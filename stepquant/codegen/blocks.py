@@ -106,14 +106,11 @@ def _largest(inv_top, BITS: tl.constexpr):
 
 
 @triton.jit
-def fit_block(
-    x, inv_rho, weight, inv_top, refit, BITS: tl.constexpr, FOUR: tl.constexpr, REFITS: tl.constexpr
-):
+def fit_block(x, inv_rho, weight, inv_top, BITS: tl.constexpr, FOUR: tl.constexpr, REFITS: tl.constexpr):
     """Column scales and codes of a block.
 
     Args:
         x: the state tile ``[h, (e, l), n]``, FP32; inv_rho, weight and inv_top are `fit_rows`'.
-        refit: whether the head's column scales are refitted.
 
     Returns:
         Codes as floats ROUND + q, not clamped yet, and c in FP16, ``[h, (e, l)]``.
@@ -127,20 +124,18 @@ def fit_block(
     else:
         bound = max_slots(tl.abs(y) * inv_top)
     c = to_scale(bound)
-    if REFITS > 0:  # noqa: SIM102
-        if refit:
-            for i in tl.static_range(REFITS):
-                inv_c = tl.expand_dims(reciprocal(tl.maximum(c.to(tl.float32), bound * REACH)), 2)
-                if FOUR:
-                    q = four_levels(y * inv_c)
-                else:
-                    q = (y * inv_c + ROUND) - ROUND
-                    if i > 0:  # the first scales reach every value, later ones need not
-                        q = tl.minimum(tl.maximum(q, -_largest(inv_top, BITS)), _largest(inv_top, BITS))
-                numerator, denominator = sum_slots(q * weight, y, q)
-                refitted = to_scale(numerator * reciprocal(tl.maximum(denominator, 1e-37)))
-                c = tl.where(denominator > 0, refitted, c)
-                bound = c.to(tl.float32)
+    for i in tl.static_range(REFITS):
+        inv_c = tl.expand_dims(reciprocal(tl.maximum(c.to(tl.float32), bound * REACH)), 2)
+        if FOUR:
+            q = four_levels(y * inv_c)
+        else:
+            q = (y * inv_c + ROUND) - ROUND
+            if i > 0:  # the first scales reach every value, later ones need not
+                q = tl.minimum(tl.maximum(q, -_largest(inv_top, BITS)), _largest(inv_top, BITS))
+        numerator, denominator = sum_slots(q * weight, y, q)
+        refit = to_scale(numerator * reciprocal(tl.maximum(denominator, 1e-37)))
+        c = tl.where(denominator > 0, refit, c)
+        bound = c.to(tl.float32)
     inv_c = tl.expand_dims(reciprocal(c.to(tl.float32)), 2)
     if FOUR:
         q = (four_levels(y * inv_c) - 1.0) * 0.5 + ROUND

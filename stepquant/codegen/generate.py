@@ -30,7 +30,7 @@ BLOCKS = {
     "pending": ("add_window", "fold_pivots", "key_operands", "read_pending", "saturate", "store_entry",
                 "value_operands"),
     "planes": ("load_block", "open_planes", "prefetch_bytes", "prefetch_head"),
-    "table": ("T_BITS", "T_COLUMN", "T_PIVOT", "T_PIVOTS", "T_REFIT", "T_ROW", "table_offset"),
+    "table": ("T_BITS", "T_COLUMN", "T_PIVOT", "T_PIVOTS", "T_ROW", "table_offset"),
     "tile": ("block_vector", "in_sums", "partial_sums", "spread_rows", "tile_columns"),
 }  # fmt: skip
 
@@ -143,7 +143,6 @@ def _fit(spec: KernelSpec, load: str, tile: str, base: str) -> dict[str, str]:
     fit = Template(t.FIT).substitute(
         load_following=lines(load, 3, "following"),
         tile_following=lines(tile, 4, "following"),
-        refit="BITS <= REFIT_BITS" if spec.uniform else "tl.load(p_table + T_REFIT) != 0",
         mask_pivots=t.MASK_PIVOTS if spec.pivots == "rows" else "",
         planes=PLANES,
     )

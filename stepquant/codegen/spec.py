@@ -34,7 +34,6 @@ class KernelSpec:
         refits: least-squares refits of the column scales.
         window: tokens between two writebacks; buffer: dtype of its buffers.
         sample: columns of each half that row factors are means over; 0 for all.
-        refit_bits: heads of more bits than that on average are not refitted.
     """
 
     family: Literal["gdn", "kda"]
@@ -52,7 +51,6 @@ class KernelSpec:
     window: int = 1
     buffer: str = "fp16"
     sample: int = 0
-    refit_bits: int = 8
 
     @classmethod
     def of(
@@ -81,7 +79,6 @@ class KernelSpec:
         return cls(
             family, layout.num_heads, num_key_heads, layout.key_dim, layout.value_dim, precisions,
             codec.codebook == "head", four, pivots, not identity, codec.group, codec.refits, window, buffer, codec.sample,
-            codec.refit_bits,
         )  # fmt: skip
 
     @property
@@ -94,7 +91,7 @@ class KernelSpec:
             "H": self.num_heads, "HK": self.num_key_heads, "K": self.key_dim, "V": self.value_dim,
             "M": m, "J": half, "JP": j, "E": wide, "KP": 8 * m, "VP": 2 * j, "GROUP": min(self.group, j),
             "NIBBLES": high, "EIGHT": 8 in self.precisions, "SIX": 6 in self.precisions,
-            "TWO": 2 in self.precisions and not self.uniform, "REFITS": self.refits, "SAMPLE": self.sample, "REFIT_BITS": self.refit_bits,
+            "TWO": 2 in self.precisions and not self.uniform, "REFITS": self.refits, "SAMPLE": self.sample,
             "PIVOT_BLOCK": 8, "W": self.window, "EN": max(8, power_of_two(self.window)),
         }  # fmt: skip
 
@@ -123,9 +120,6 @@ def head_tables(layout: PageLayout, layer: int, w: ArrayLike, spec: KernelSpec) 
     table[:, 9] = slots[:, :2].sum(-1)
     table[:, 10] = slots.sum(-1)
     table[:, 11] = layout.num_pivots[layer]
-    coded = bits < PIVOT
-    mean = (bits * coded).sum(-1) / np.maximum(coded.sum(-1), 1)
-    table[:, 12] = mean <= spec.refit_bits
     table[:, 13] = bits[:, 0]
     table[:, 14] = layout.head_offsets[layer]
     table[:, 15] = layout.sizes[layer].sum(-1)

@@ -81,7 +81,7 @@ FIT = """        r, inv_rho, weight, inv_top = fit_rows(
 $mask_pivots        tl.store(q_r, r, mask=r_in)
         for b in tl.range(g * BLOCKS, (g + 1) * BLOCKS, num_stages=1):
             following = tl.minimum(b + 1, (g + 1) * BLOCKS - 1)
-$load_following            q, c = fit_block(x, inv_rho, weight, inv_top, $refit, BITS, FOUR, REFITS)
+$load_following            q, c = fit_block(x, inv_rho, weight, inv_top, BITS, FOUR, REFITS)
             store_codes(planes, b, p_c, q, c, p_limits, H, K, J, M, E, FULL, BITS, ARCH, FOUR, $planes)
             if b + 1 < (g + 1) * BLOCKS:
 $tile_following"""

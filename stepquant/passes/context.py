@@ -73,10 +73,14 @@ class Context:
 
     @property
     def codec(self) -> CodecSpec:
-        """The spatial codec: rows of different precision in a head need the shared codebook."""
+        """The spatial codec that the passes try: rows of different precision in a head need the shared codebook.
+
+        With ``refits=auto`` the passes refit once, whatever the plan will do: their tables serve every budget.
+        """
         spatial = self.recipe.spatial
+        refits = 1 if isinstance(spatial.refits, str) else spatial.refits
         codebook = "head" if self.geometry.family == "gdn" and self.unit == "head" else "shared"
-        return CodecSpec(spatial.codec, codebook, spatial.refits)  # type: ignore[arg-type]
+        return CodecSpec(spatial.codec, codebook, refits, sample=spatial.sample)  # type: ignore[arg-type]
 
     @property
     def candidates(self) -> tuple[int, ...]:

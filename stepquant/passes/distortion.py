@@ -83,7 +83,7 @@ class Distortion:
     """The table with no row left out."""
 
     name, version = "distortion", 1
-    reads: tuple[str, ...] = ("spatial.codec", "spatial.refits", "allocation.unit")
+    reads: tuple[str, ...] = ("spatial.codec", "spatial.refits", "spatial.sample", "allocation.unit")
     needs: tuple[str, ...] = ("state_samples", "row_weights")
 
     def wanted(self, context: Context) -> bool:

@@ -34,7 +34,7 @@ class Rollout:
     """Mean cost a token of every precision: `rows` `[L, H, K, C]`, `heads` `[L, H, C]`; FP16 is the last one."""
 
     name, version = "rollout", 2
-    reads: tuple[str, ...] = ("spatial.codec", "spatial.refits", "allocation.unit", "window.length")
+    reads: tuple[str, ...] = ("spatial.codec", "spatial.refits", "spatial.sample", "allocation.unit", "window.length")
     needs: tuple[str, ...] = ("rollout_traces", "row_weights")
 
     def wanted(self, context: Context) -> bool:

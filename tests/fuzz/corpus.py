@@ -138,7 +138,7 @@ def forge(data: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
         known = [n for n in Geometry.__dataclass_fields__ if n in geometry]
         geometry = {n: geometry[n] for n in known}
     head = {"geometry": geometry, "granularity": data.get("granularity")}
-    for name, fields in (("codec", ("kind", "codebook", "refits", "group")), ("window", ("length", "dtype"))):
+    for name, fields in (("codec", ("kind", "codebook", "refits", "group", "sample")), ("window", ("length", "dtype"))):
         value = data.get(name)
         order = list(CodecSpec.__dataclass_fields__) if name == "codec" else list(fields)
         head[name] = {n: value[n] for n in order if n in value} if isinstance(value, dict) else value

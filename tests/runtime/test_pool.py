@@ -171,8 +171,9 @@ def test_bytes() -> None:
     assert pool.pages.nbytes == 5 * pool.slot_bytes
     own = sum(
         x.nbytes for b in pool.buffers for x in (b.keys, b.us, b.ratios, b.gammas)
-    )  # fp32 buffers have no scales; u_now is shared
-    assert pool.window_bytes == own + pool.buffers[0].u_now.nbytes
+    )  # fp32 buffers have no scales; k_now and u_now are shared
+    shared = sum(b.k_now.nbytes + b.u_now.nbytes for b in pool.buffers[:2])
+    assert pool.window_bytes == own + shared
     assert pool.nbytes == pool.pages.nbytes + pool.table.nbytes + pool.window_bytes
 
 
