@@ -71,7 +71,8 @@ def fla_calls(family: str, batch: int, dtype: torch.dtype, sets: int) -> Sequenc
     H, HV = HEADS[family]
     states = [torch.empty(batch, HV, K, V, device="cuda", dtype=dtype).normal_(std=0.02) for _ in range(min(sets, 16))]
     half: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    q, k, v = torch.randn(batch, 1, H, K, **half), torch.randn(batch, 1, H, K, **half), torch.randn(batch, 1, HV, V, **half)
+    q, k = torch.randn(batch, 1, H, K, **half), torch.randn(batch, 1, H, K, **half)
+    v = torch.randn(batch, 1, HV, V, **half)
     beta = torch.rand(batch, 1, HV, **half)
     g = -torch.rand(batch, 1, HV, *((K,) if family == "kda" else ()), device="cuda")
     decode = fused_recurrent_gated_delta_rule if family == "gdn" else fused_recurrent_kda

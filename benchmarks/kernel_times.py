@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,9 +41,9 @@ def graph_time(calls: Sequence[Call], replays: int = 20) -> float:
 
 def copy_bandwidth() -> float:
     """GB/s of a large copy on the device, bytes read plus bytes written."""
-    x = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_(0, 255)
+    x = torch.randn(2**29, device="cuda")
     y = torch.empty_like(x)
-    return 2 * x.numel() / graph_time([lambda: y.copy_(x)]) / 1e3
+    return 2 * x.nbytes / graph_time([lambda: y.copy_(x)]) / 1e3
 
 
 def set_count(bytes_of_a_set: int) -> int:
@@ -91,7 +91,7 @@ def packed_calls(
         rows = torch.arange(i * batch, (i + 1) * batch, device="cuda", dtype=torch.int32)
         phases = ((torch.arange(batch, device="cuda") + i) % window).int()
         k_now, u_now = pairs[i % PAIRS]
-        own = WindowBuffers(*buffers.arguments, k_now, u_now)
+        own = replace(buffers, k_now=k_now, u_now=u_now)
         arguments.append((slots, own, rows, phases, kernels.list_folds(phases)))
     stream = WritebackStream()
 

@@ -67,7 +67,9 @@ def _tp(arguments: dict[str, Any], one_gpu: str = "") -> Job:
 
 _BREAK = {"SERVING_BREAK": "333"}
 JOBS: dict[str, Job] = {
-    "gdn_fp32": _gdn(None, OFF, "decode", "score:gdn_fp32,gdn_8,gdn_6,gdn_6_w1,gdn_6_tp2,gdn_6_tp2_nccl,gdn_6_tp2_host"),
+    "gdn_fp32": _gdn(
+        None, OFF, "decode", "score:gdn_fp32,gdn_8,gdn_6,gdn_6_w1,gdn_6_tp2,gdn_6_tp2_nccl,gdn_6_tp2_host"
+    ),
     "gdn_8": _gdn("gdn_8", OFF, "decode"),
     "gdn_6": _gdn("gdn_6", OFF, "decode", "prefixes_off"),
     "gdn_6_w1": _gdn("gdn_6_w1", OFF, "decode"),

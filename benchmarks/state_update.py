@@ -3,9 +3,9 @@
     python -m benchmarks.state_update [--batches 1,8,32,128,512,1024] [--out benchmarks/results/state_update_h200.json]
 
 Microseconds of a decode step of one layer (GDN: 48 value and 16 key heads, KDA: 32 heads; 128 x 128) by CUDA-graph
-replay over slot sets that do not fit in the L2 cache, medians. Everything is counted: readout, fit, pack, writeback, folds
-averaged over whole windows. Plans have mixed precisions and pivots (`benchmarks.synthetic`). Beside them SGLang's own
-decode kernels with FP32 and BF16 states and FLA's recurrent kernel, where they can be imported. Outputs are checked
+replay over slot sets that do not fit in the L2 cache, medians. Everything is counted: readout, fit, pack, writeback,
+folds averaged over whole windows. Plans have mixed precisions and pivots (`benchmarks.synthetic`). Beside them SGLang's
+own decode kernels with FP32 and BF16 states and FLA's recurrent kernel, where they can be imported. Outputs are checked
 against float64 (W = 1) and the torch window before anything is timed.
 
 A list of the requests that fold is made once a step for all layers; it is timed apart (`list_us`).
@@ -141,20 +141,19 @@ def main() -> None:
 def table(found: dict[str, Any]) -> str:
     """Markdown: microseconds of each variant, and how many times faster than the FP32 state."""
     lines = []
-    for family in SHAPES:
+    for family, shape in SHAPES.items():
         rows = [r for r in found["rows"] if r["family"] == family]
-        if not rows:
-            continue
-        lines += [f"\n{family.upper()}, {SHAPES[family]}\n", "| batch | state | W | us | x FP32 | x BF16 | share of copy |",
+        lines += [f"\n{family.upper()}, {shape}\n", "| batch | state | W | us | x FP32 | x BF16 | share of copy |",
                   "|---|---|---|---|---|---|---|"]  # fmt: skip
         for batch in sorted({r["batch"] for r in rows}):
             here = [r for r in rows if r["batch"] == batch]
-            fp32, bf16 = (next((r["us"] for r in here if r["state"] == s), None) for s in ("sglang fp32", "sglang bf16"))
+            us = {r["state"]: r["us"] for r in here}
             for r in here:
                 best = min(r["us"], r.get("aside_us", r["us"]))
-                ratios = " | ".join("" if x is None else f"{x / best:.2f}" for x in (fp32, bf16))
-                w = r.get("window", "")
-                lines.append(f"| {batch} | {r['state']} | {w} | {best:.1f} | {ratios} | {r['copy_share']:.0%} |")
+                others = (us.get("sglang fp32"), us.get("sglang bf16"))
+                ratios = " | ".join("" if x is None else f"{x / best:.2f}" for x in others)
+                window = r.get("window", "")
+                lines.append(f"| {batch} | {r['state']} | {window} | {best:.1f} | {ratios} | {r['copy_share']:.0%} |")
     return "\n".join(lines)
 
 

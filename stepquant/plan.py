@@ -33,7 +33,7 @@ from stepquant.plan_checks import check_codec, check_facts, check_storage, check
 from stepquant.reading import MAX_PLAN_BYTES
 from stepquant.swap import read_whole
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PLAN_JSON, PLAN_TENSORS = "plan.json", "plan.safetensors"
 WINDOW_LENGTHS = (1, 2, 4, 8, 16)
 WindowDtype = Literal["fp16", "bf16", "int8", "fp32"]

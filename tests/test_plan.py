@@ -99,7 +99,7 @@ def test_wrong_content_is_refused_in_and_out(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(schema_version=2), "schema_version is 2; this stepquant reads 1"),
+        (lambda d: d.update(schema_version=1), "schema_version is 1; this stepquant reads 2"),
         (lambda d: d.pop("schema_version"), "schema_version is None"),
         (lambda d: d.pop("budget"), "budget is missing; expected an object"),
         (lambda d: d.update(granularity="8"), "granularity is '8'; expected a whole number"),

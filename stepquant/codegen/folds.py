@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Which requests of a batch complete a window with the token being read: made once a step, read by every layer's fold."""
+"""Which requests of a batch complete a window with this token: made once a step, for the folds of all layers."""
 
 from __future__ import annotations
 

@@ -76,7 +76,10 @@ def _header(spec: KernelSpec, name: str, body: str, plan_hash: str) -> str:
     summary = f"{kind}, {spec.num_heads} heads of {spec.key_dim} x {spec.value_dim}; precisions {precisions}."
     constants: dict[str, object] = dict(spec.constants)
     if spec.window > 1:
-        constants |= {"SHARED_KEYS": spec.family == "gdn", "INT8": spec.buffer == "int8", "PERMUTED": spec.permuted, "WIDE": spec.buffer == "fp32"}
+        constants |= {
+            "SHARED_KEYS": spec.family == "gdn", "INT8": spec.buffer == "int8", "WIDE": spec.buffer == "fp32",
+            "PERMUTED": spec.permuted,
+        }  # fmt: skip
     words = set(re.findall(r"\w+", body))
     imports = [
         f"from stepquant.codegen.{module} import {', '.join(n for n in names if n in words)}"
@@ -138,8 +141,11 @@ def _fit(spec: KernelSpec, load: str, tile: str, base: str) -> dict[str, str]:
         return indent(Template(text).safe_substitute(b=b, planes=PLANES), level * INDENT)
 
     sums = Template(t.SUMS).substitute(
-        load_b=lines(load, 3, "g * BLOCKS + i"), tile=lines(tile, 3, "g * BLOCKS + i"), load_first=lines(load, 2, "g * BLOCKS"), tile_first=lines(tile, 2, "g * BLOCKS"),
-    )  # fmt: skip
+        load_b=lines(load, 3, "g * BLOCKS + i"),
+        tile=lines(tile, 3, "g * BLOCKS + i"),
+        load_first=lines(load, 2, "g * BLOCKS"),
+        tile_first=lines(tile, 2, "g * BLOCKS"),
+    )
     fit = Template(t.FIT).substitute(
         load_following=lines(load, 3, "following"),
         tile_following=lines(tile, 4, "following"),
@@ -147,9 +153,13 @@ def _fit(spec: KernelSpec, load: str, tile: str, base: str) -> dict[str, str]:
         planes=PLANES,
     )
     return {
-        "planes": PLANES, "open": t.OPEN, "constants": t.CONSTANTS, "factors": Template(t.FACTORS).substitute(base=base),
-        "sums": sums, "fit": fit,
-    }  # fmt: skip
+        "planes": PLANES,
+        "open": t.OPEN,
+        "constants": t.CONSTANTS,
+        "factors": Template(t.FACTORS).substitute(base=base),
+        "sums": sums,
+        "fit": fit,
+    }
 
 
 def _step(spec: KernelSpec) -> str:
@@ -242,8 +252,8 @@ def _fold(spec: KernelSpec, kernel: str, now: bool) -> str:
     if spec.pivots == "rows":
         functions += tw.FOLD_PIVOT_ROWS
         dispatch += (
-            "    fold_pivot_rows(\n        p_page, p_table, gamma, row_in, o_key, p_keys, p_key_scale, p_us, p_u_scale, "
-            f"p_ratio, p_k_now, p_u_now,\n        n_pending, {now},\n    )\n"
+            "    fold_pivot_rows(\n        p_page, p_table, gamma, row_in, o_key, p_keys, p_key_scale, p_us, "
+            f"p_u_scale, p_ratio,\n        p_k_now, p_u_now, n_pending, {now},\n    )\n"
         )
     elif spec.pivots == "heads":
         functions += tw.FOLD_PIVOT_HEAD

@@ -61,17 +61,17 @@ class Launch:
     registers: int | None = None
 
 
-# In order of preference; the first that a target compiles without spills is taken. Caps on the read's registers let
-# more programs share a multiprocessor (measured, docs/kernels.md). The cap of 200 does the opposite: left alone, the
-# compiler gives four warps 168 registers, so that three programs fit, and rather spills a few.
+# In order of preference; a compile report takes the first that does not spill on its target, a server the fastest on
+# its GPU (`stepquant.runtime.tuning`). Caps on registers let more programs share a multiprocessor (docs/kernels.md).
 LAUNCHES: Mapping[str, tuple[Launch, ...]] = {
     "read": (Launch(1, 128), Launch(1, 168), Launch(1), Launch(2)),
-    **dict.fromkeys(("step", "fold", "flush", "pack", "unpack"), (Launch(2), Launch(4, 200), Launch(4), Launch(8))),
+    **dict.fromkeys(("step", "fold", "flush"), (Launch(2), Launch(4, 128), Launch(4), Launch(8))),
+    **dict.fromkeys(("pack", "unpack"), (Launch(2), Launch(4), Launch(8))),
 }
 
 
 def launches_of(spec: KernelSpec, name: str) -> tuple[Launch, ...]:
-    """Launches in order of preference: mixed rows and four-level heads need four warps to fold without spills."""
+    """Launches in order of preference: rows of several precisions and four-level heads fold best on four warps."""
     first, *others = LAUNCHES[name]
     if name in ("fold", "flush") and (spec.four or not spec.uniform):
         return (others[0], first, *others[1:])

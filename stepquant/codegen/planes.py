@@ -55,7 +55,7 @@ def prefetch_head(p_page, p_table):
 
 @triton.jit
 def prefetch_bytes(p, n_bytes, LINES: tl.constexpr):
-    """Ask for up to LINES lines of 128 bytes, so that they are in the L2 cache when they are loaded; no thread waits."""
+    """Ask for up to LINES lines of 128 bytes: they are in the L2 cache when they are loaded, and no thread waits."""
     if not PLAIN:
         o = 128 * tl.arange(0, LINES)
         tl.inline_asm_elementwise(

@@ -78,7 +78,8 @@ class KernelSpec:
         identity = bool((layout.permutation == np.arange(layout.key_dim)).all())
         return cls(
             family, layout.num_heads, num_key_heads, layout.key_dim, layout.value_dim, precisions,
-            codec.codebook == "head", four, pivots, not identity, codec.group, codec.refits, window, buffer, codec.sample,
+            codec.codebook == "head", four, pivots, not identity, codec.group, codec.refits, window, buffer,
+            codec.sample,
         )  # fmt: skip
 
     @property

@@ -226,8 +226,12 @@ def _named(name: str, plan: LayoutPlan, tables: Mapping[str, Product] | None, pa
         spec, w = {
             "int": (CodecSpec(kind="rowwise"), ones),
             "qmamba": (CodecSpec(kind="dsq"), ones),
-            "spatial": (CodecSpec(codebook=codebook, refits=plan.codec.refits, group=plan.codec.group,
-                                  sample=plan.codec.sample), plan.w),
+            "spatial": (
+                CodecSpec(
+                    codebook=codebook, refits=plan.codec.refits, group=plan.codec.group, sample=plan.codec.sample
+                ),
+                plan.w,
+            ),
         }[match[1]]
         return uniform(int(match[2]), spec, w)
     raise RecipeError(_unknown(name))

@@ -28,7 +28,7 @@ class ServeSettings:
 
     Attributes:
         plan: artifact directory. accept: what is let pass. sglang: what of SGLang's arguments sizes the pool.
-        memory, weights: bytes, for the dry run. json: file for its figures.
+        memory, weights: bytes, for the dry run. json: file for its figures. tune: choose launches on this GPU.
     """
 
     plan: Path
@@ -37,6 +37,7 @@ class ServeSettings:
     memory: int | None
     weights: int | None
     json: Path | None
+    tune: bool = True
 
     @classmethod
     def from_config(cls, config: Any, arguments: Sequence[str]) -> ServeSettings:
@@ -46,13 +47,13 @@ class ServeSettings:
             RecipeError: on a value of a wrong type.
         """
         accepted = [f.name for f in fields(Accept)]
-        for name in (*accepted, "dry_run"):
+        for name in (*accepted, "dry_run", "tune"):
             if not isinstance(config[name], bool):
                 raise RecipeError(f"{name} is {config[name]!r}; expected true or false")
         sizes = {n: None if config[n] is None else parse_bytes(config[n]) for n in ("memory", "weights")}
         json = None if config.json is None else Path(str(config.json))
         accept = Accept(**{name: config[name] for name in accepted})
-        return cls(Path(str(config.plan)), accept, parse_arguments(arguments), **sizes, json=json)
+        return cls(Path(str(config.plan)), accept, parse_arguments(arguments), **sizes, json=json, tune=config.tune)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -124,10 +125,11 @@ def plugin_target() -> str | None:
 
 def set_environment(settings: ServeSettings) -> None:
     """Name the plan to every process of the server."""
-    from stepquant.runtime.sglang.state import ACCEPT_VARIABLE, PLAN_VARIABLE
+    from stepquant.runtime.sglang.state import ACCEPT_VARIABLE, PLAN_VARIABLE, TUNE_VARIABLE
 
     os.environ[PLAN_VARIABLE] = str(settings.plan.resolve())
     os.environ[ACCEPT_VARIABLE] = settings.accept.text
+    os.environ[TUNE_VARIABLE] = str(int(settings.tune))
 
 
 def show(settings: ServeSettings) -> None:

@@ -69,9 +69,9 @@ class RankPlan:
 
     @property
     def window_bytes(self) -> int:
-        """Window buffers of one running request on this rank, bytes over all layers, and its place in the buffer that
-        the layers share."""
-        from stepquant.runtime.window import bytes_per_request
+        """Window buffers of one running request on this rank, bytes over all layers, and its place in what the layers
+        share."""
+        from stepquant.runtime.window import bytes_per_request, now_bytes
 
         window = self.plan.window
         spec = KernelSpec.of(
@@ -79,7 +79,7 @@ class RankPlan:
         )
         if window.length == 1:
             return 0
-        return bytes_per_request(spec) * self.layout.num_layers + 4 * spec.num_heads * spec.value_dim
+        return bytes_per_request(spec) * self.layout.num_layers + now_bytes(spec)
 
 
 def load_rank_plan(directory: Path, rank: int = 0, size: int = 1) -> RankPlan:

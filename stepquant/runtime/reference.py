@@ -121,8 +121,7 @@ class ReferenceKernels:
     def list_folds(self, phases: Tensor) -> Tensor:
         """What `fold` takes as `folds`; see `PackedKernels.list_folds`."""
         full = (phases == self.spec.window - 1).nonzero().flatten().int()
-        rest = full.new_zeros(len(phases) - len(full))
-        return torch.cat([full.new_tensor([len(full)]), full, rest])
+        return torch.cat([full.new_tensor([len(full)]), full, full.new_zeros(len(phases) - len(full))])
 
     def flush(
         self, layer: int, pages: Tensor, slots: Tensor, buffers: WindowBuffers, rows: Tensor, phases: Tensor,

@@ -6,6 +6,7 @@ The source is generated here from the layout and the codec; an artifact's own te
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -14,13 +15,15 @@ from torch import Tensor
 from stepquant.codec.spec import CodecSpec
 from stepquant.codegen.folds import list_folds
 from stepquant.codegen.generate import generate, load_source, source_hash
-from stepquant.codegen.kernel_plan import launches_of
+from stepquant.codegen.kernel_plan import Launch, launches_of
 from stepquant.codegen.spec import KernelSpec, head_tables, power_of_two
 from stepquant.errors import ArtifactError
 from stepquant.layout import PageLayout
 from stepquant.runtime.window import WindowBuffers
 
-FOLD_SHARE = 2  # programs of a fold, in requests that complete a window where phases are spread evenly
+Tuned = Mapping[str, tuple[tuple[int, Launch], ...]]
+"""By kernel, ascending: a batch and the launch that serves up to it (`stepquant.runtime.tuning`)."""
+FOLD_SHARE = 1  # programs of a fold, in requests that complete a window where phases are spread evenly
 
 
 class PackedKernels:
@@ -62,6 +65,7 @@ class PackedKernels:
             for i in range(layout.num_layers)
         ]
         self.launches = {name: launches_of(self.spec, name)[0] for name in self.sources}
+        self.tuned: Tuned = {}
         self.arch = _arch(self.device)
 
     def step(
@@ -108,7 +112,7 @@ class PackedKernels:
         A_log: Tensor, dt_bias: Tensor, scale: float, out: Tensor, buffers: WindowBuffers, rows: Tensor,
         phases: Tensor, pending: Tensor, l2norm: bool = True,
     ) -> Tensor:  # fmt: skip
-        """The first half of `window_step`: pages are not written, tokens that complete a window wait in k_now and u_now."""
+        """The first half of `window_step`: pages are not written, tokens that complete a window go to k_now, u_now."""
         token = (
             q, q.stride(0), k, k.stride(0), v, v.stride(0), a, a.stride(0), b, b.stride(0), A_log, dt_bias, scale,
             out, out.stride(0),
@@ -131,9 +135,13 @@ class PackedKernels:
 
     def list_folds(self, phases: Tensor) -> Tensor:
         """What `fold` takes as `folds`, int32 `[B + 1]`, from the phases int32 `[B]` before the token."""
-        folds = torch.empty(len(phases) + 1, dtype=torch.int32, device=phases.device)
-        block = min(1024, power_of_two(max(len(phases), 16)))
-        list_folds[(1,)](phases, folds, len(phases), self.spec.window, block, num_warps=max(1, block // 256))
+        folds = torch.zeros(len(phases) + 1, dtype=torch.int32, device=phases.device)
+        if phases.is_cuda:
+            block = min(1024, power_of_two(max(len(phases), 16)))
+            list_folds[(1,)](phases, folds, len(phases), self.spec.window, block, num_warps=max(1, block // 256))
+        else:
+            full = (phases == self.spec.window - 1).nonzero().flatten().int()
+            folds[0], folds[1 : 1 + len(full)] = len(full), full
         return folds
 
     def flush(
@@ -162,9 +170,14 @@ class PackedKernels:
         strides = (state.stride(0), state.stride(1), state.stride(row), state.stride(column))
         self._launch(name, layer, pages, slots, state, *strides)
 
+    def launch_of(self, name: str, batch: int) -> Launch:
+        """Warps and register cap at a batch: as tuned for the next larger one, or the first preference."""
+        rows = self.tuned.get(name, ())
+        return next((x for most, x in rows if batch <= most), rows[-1][1] if rows else self.launches[name])
+
     def _launch(self, name: str, layer: int, pages: Tensor, slots: Tensor, *args: Any) -> None:
-        table, launch = self.tables[layer], self.launches[name]
-        programs = slots.shape[0]
+        table, programs = self.tables[layer], slots.shape[0]
+        launch = self.launch_of(name, programs)
         if name == "fold":  # phases are spread: a program that finds nothing to do costs a microsecond all the same
             programs = -(-FOLD_SHARE * programs // self.spec.window)
         grid = (programs, self.spec.num_heads)  # neighbours run the same head, so the same instructions

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stepquant.codec.window import last_dtype
 from stepquant.codegen.spec import KernelSpec
+from stepquant.runtime.writeback import PAIRS
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.int8}
 
@@ -22,8 +23,8 @@ class WindowBuffers:
         us: `[N, H, W-1, V]` residuals. key_scale, u_scale: FP16, one a vector, used by int8 buffers only.
         ratios: FP32 `[N, H, W-1]`, gates since each entry (GDN; unused by KDA).
         gammas: FP32 `[N, H]` or `[N, H, K]`, all gates since the fold; not read while nothing is pending.
-        k_now, u_now: FP16 (FP32 beside FP32 buffers) `[N, HK or H, K]` and `[N, H, V]`, key and residual of a token that
-            completes a window, from `read` to `fold` of the same step.
+        k_now, u_now: FP16 (FP32 beside FP32 buffers) `[N, HK or H, K]` and `[N, H, V]`, key and residual of a token
+            that completes a window, from `read` to `fold` of the same step.
     """
 
     keys: Tensor
@@ -72,6 +73,13 @@ def allocate_now(spec: KernelSpec, count: int, device: torch.device | str) -> tu
     key_heads = spec.num_heads if spec.family == "kda" else spec.num_key_heads
     k = torch.zeros(count, key_heads, spec.key_dim, dtype=dtype, device=device)
     return k, torch.zeros(count, spec.num_heads, spec.value_dim, dtype=dtype, device=device)
+
+
+def now_bytes(spec: KernelSpec) -> int:
+    """Bytes of k_now and u_now for one request, all pairs that layers take turns with."""
+    key_heads = spec.num_heads if spec.family == "kda" else spec.num_key_heads
+    size = DTYPES[last_dtype(spec.buffer)].itemsize
+    return PAIRS * size * (key_heads * spec.key_dim + spec.num_heads * spec.value_dim)
 
 
 def bytes_per_request(spec: KernelSpec) -> int:

@@ -1,8 +1,8 @@
 """Folds on a stream of their own, while the layers that follow go on; inside a CUDA graph as well.
 
-Per layer: read (main stream), fold (this stream, after the read). The pages that a fold writes are read again in the next
-step, so one wait at the end of a step is enough (`join`), before anything else touches pages or buffers. What a read
-hands to its fold, k_now and u_now, takes turns between `PAIRS` pairs: a read waits for the fold that had its pair.
+Per layer: read (main stream), fold (this stream, after the read). The pages that a fold writes are read again in the
+next step, so one wait at the end of a step is enough (`join`), before anything else touches pages or buffers. What a
+read hands to its fold, k_now and u_now, takes turns between `PAIRS` pairs: a read waits for the fold that had its pair.
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ def test_gamma_runs_from_the_row_weights_on(compiled, tmp_path):
 def test_horizon_reads_no_state_again(compiled, tmp_path):
     root, _ = compiled
     first = {"temporal__weight": "gate", "temporal__sensitivity": "none", "window__length": 1,
-             "spatial__impact": "one_step", "spatial__gamma": 0.25}  # fmt: skip
+             "spatial__impact": "one_step", "spatial__gamma": 0.25, "spatial__refits": 1,
+             "spatial__sample": 0}  # fmt: skip
     result = compile_recipe(recipe(root, temporal__horizon=512, output=str(tmp_path / "h"), **first), quiet=True)
     assert result.ran == ["allocation", "codegen", "report"]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,9 @@ from torch import Tensor
 from stepquant.errors import BackendError
 from stepquant.memory import GIB
 from stepquant.runtime.load import RankPlan
-from stepquant.runtime.sglang.state import current, local_plan
+from stepquant.runtime.sglang.state import TUNE_VARIABLE, current, local_plan
 from stepquant.runtime.slots import HostSlots, SlotStore
+from stepquant.runtime.tuning import tuned_launches
 
 logger = logging.getLogger(__name__)
 STORE = "stepquant_store"  # attribute of a MambaPool that is packed
@@ -83,7 +85,10 @@ def build(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -
     shape = dataclasses.replace(params.shape, temporal=(heads, 0, key_dim))
     original(self, *args, **{**kwargs, "cache_params": dataclasses.replace(params, shape=shape)})
     requests = max(1, int(kwargs["spec_state_size"]))
-    store = SlotStore(plan.layout, plan.kernels(self.device), self.size, requests, self.device)
+    kernels = plan.kernels(self.device)
+    if torch.device(self.device).type == "cuda" and os.environ.get(TUNE_VARIABLE, "1") != "0":
+        kernels.tuned = tuned_launches(kernels, current().directory)
+    store = SlotStore(plan.layout, kernels, self.size, requests, self.device)
     setattr(self, STORE, store)
     dense = torch.Size((self.size + 1, heads, value_dim, key_dim))
     self.stepquant_layers = [PackedStates(store, i, dense) for i in range(plan.layout.num_layers)]
