@@ -145,7 +145,8 @@ def environment_of(name: str, names: list[str], out: Path, gpu: int) -> dict[str
         found["CUDA_VISIBLE_DEVICES"] = str(gpu)
     for variable in ("STEPQUANT_PLAN", "STEPQUANT_ACCEPT"):
         found.pop(variable, None)
-    found.update(job.environment, SERVING_JOBS=" ".join(names))
+    timed = "throughput" in job.tasks  # others start side by side, where no launch can be timed
+    found.update(job.environment, SERVING_JOBS=" ".join(names), STEPQUANT_TUNE=str(int(timed)))
     if serving_plugin.STEPS in job.environment:
         found[serving_plugin.STEPS] = str(out / f"{name}.steps")
     found["PYTHONPATH"] = os.pathsep.join([str(out / "plug"), str(Path(__file__).parent), found.get("PYTHONPATH", "")])
