@@ -1,6 +1,7 @@
 """Real SGLang on a GPU with the plugin: does it answer as FP32 states do, does it leak, what fits, how fast is it.
 
-    python benchmarks/serving.py OUT SELECTION... (jobs of serving_jobs.py by name; each a server in its own process)
+    python benchmarks/serving.py OUT SELECTION... (jobs of serving_jobs.py by name; each a server in its own process;
+    +12 among them: wait so many seconds before the next start, for kernels that the first ones compile)
 
 Plans and checkpoints lie under $SERVING_DIR: plans/gdn_6, models/tiny_gdn, ... Jobs run side by side, $SERVING_LIMIT
 seconds at most (150); those that measure time wait until all others have ended and then run one by one. Results go to
@@ -9,7 +10,6 @@ OUT/<job>.json, logs beside them.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -122,13 +122,11 @@ def run_job(name: str, out: Path) -> None:
 
 @contextmanager
 def quiet(name: str, out: Path) -> Iterator[None]:
-    """Nothing else runs on the GPU: all jobs that measure no time have ended, all that do have started, no other one
-    measures now, and none ends before all have measured."""
+    """Nothing else runs on the GPU: all jobs that measure no time have ended, all that do have started, those named
+    before have measured, and none ends before all have."""
     (out / f"{name}.ready").touch()
-    _await(out / "quiet")
-    with (out / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    _await(out / f"{name}.turn")
+    yield
     (out / f"{name}.measured").touch()
     _await(out / "over")
 
@@ -136,6 +134,13 @@ def quiet(name: str, out: Path) -> Iterator[None]:
 def _await(path: Path) -> None:
     while not path.exists():
         time.sleep(0.2)
+
+
+def take_turns(running: list[str], out: Path) -> None:
+    """Let the first job that waits to measure go, once all that run have come so far; all of them end together."""
+    if all((out / f"{name}.ready").exists() for name in running):
+        left = [name for name in running if not (out / f"{name}.measured").exists()]
+        (out / (f"{left[0]}.turn" if left else "over")).touch()
 
 
 def environment_of(name: str, names: list[str], out: Path, gpu: int) -> dict[str, str]:
@@ -162,10 +167,13 @@ def main() -> None:
         run_job(sys.argv[2], Path(sys.argv[3]))
         return
     out, limit = Path(sys.argv[1]).resolve(), float(os.environ.get("SERVING_LIMIT", "150"))
-    begun, running, names = time.time(), {}, sys.argv[2:]
+    begun, running, names = time.time(), {}, [name for name in sys.argv[2:] if not name.startswith("+")]
     gpus = int(os.environ.get("SERVING_GPUS", "1"))
     serving_plugin.install(out / "plug")
-    for number, name in enumerate(names):
+    for number, name in enumerate(sys.argv[2:]):
+        if name.startswith("+"):
+            time.sleep(float(name))
+            continue
         running[name] = subprocess.Popen(
             [sys.executable, __file__, "--job", name, str(out)], env=environment_of(name, names, out, number % gpus),
             stdout=(out / f"{name}.log").open("w"), stderr=subprocess.STDOUT, start_new_session=True,
@@ -174,9 +182,7 @@ def main() -> None:
     while running and time.time() - begun < limit:
         for name in [n for n, p in running.items() if p.poll() is not None]:
             print(f"[{time.time() - begun:.0f} s] {name} ended with {running.pop(name).returncode}", flush=True)
-        for mark, goal in (("ready", "quiet"), ("measured", "over")):
-            if all((out / f"{name}.{mark}").exists() for name in running):
-                (out / goal).touch()
+        take_turns(list(running), out)
         time.sleep(0.5)
     for name, process in running.items():
         print(f"[{time.time() - begun:.0f} s] {name} stopped at the limit", flush=True)

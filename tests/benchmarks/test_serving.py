@@ -154,3 +154,25 @@ def test_steps_are_written_in_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = module("serving_steps").read_segments(tmp_path / "steps.1")
     assert len(found) == 1
     assert (found[0]["batch"], found[0]["interval_ms"], found[0]["forward_ms"]) == ([4, 0], [2.0, 2.0], [1.0, 1.0])
+
+
+def test_jobs_that_measure_take_turns_once_all_others_have_ended(tmp_path: Path) -> None:
+    serving = module("serving")
+
+    def files() -> set[str]:
+        return {path.name for path in tmp_path.iterdir()}
+
+    (tmp_path / "a.ready").touch()
+    serving.take_turns(["a", "b", "slow"], tmp_path)
+    (tmp_path / "b.ready").touch()
+    serving.take_turns(["a", "b", "slow"], tmp_path)
+    assert files() == {"a.ready", "b.ready"}
+    serving.take_turns(["a", "b"], tmp_path)
+    assert files() == {"a.ready", "b.ready", "a.turn"}
+    (tmp_path / "a.measured").touch()
+    serving.take_turns(["a", "b"], tmp_path)
+    assert "b.turn" in files()
+    assert "over" not in files()
+    (tmp_path / "b.measured").touch()
+    serving.take_turns(["a", "b"], tmp_path)
+    assert "over" in files()
