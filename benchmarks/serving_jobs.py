@@ -65,7 +65,7 @@ def _tp(arguments: dict[str, Any], one_gpu: str = "") -> Job:
     return Job("tiny_gdn_tp", "gdn_6", arguments, ("decode",), environment=environment, accept="any_checkpoint")
 
 
-_BREAK = {"SERVING_BREAK": "333"}
+_BREAK = {"SERVING_BREAK": "1111"}  # longer than any other request
 JOBS: dict[str, Job] = {
     "gdn_fp32": _gdn(
         None, OFF, "decode", "score:gdn_fp32,gdn_8,gdn_6,gdn_6_w1,gdn_6_tp2,gdn_6_tp2_nccl,gdn_6_tp2_host"

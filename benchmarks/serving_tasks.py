@@ -158,7 +158,7 @@ def throughput(engine: Any, steps: Path, batches: Sequence[int] = (32, 128, 512)
     return found
 
 
-def broken(engine: Any, length: int = 333, new: int = 40) -> dict[str, Any]:
+def broken(engine: Any, length: int = 1111, new: int = 40) -> dict[str, Any]:
     """A request whose state becomes NaN (SERVING_BREAK) beside others: it ends with an error, they do not."""
     others, bad = texts(6, 40, seed=20), texts(1, length, seed=21)[0]  # all others in one chunk of the prefill
 
