@@ -154,8 +154,8 @@ def start(how: str, model: Path, plan: Path, arguments: Mapping[str, Any], port:
     environment = dict(os.environ)
     if how == "serve":
         environment.pop("STEPQUANT_PLAN", None)
-        command = [sys.executable, "-m", "stepquant.serve", f"plan={plan}", "tune=false", "--", "--model-path", str(model)]
-        return Server([*command, *flags(given)], port, environment, log)
+        command = [sys.executable, "-m", "stepquant.serve", f"plan={plan}", "tune=false"]
+        return Server([*command, "--", "--model-path", str(model), *flags(given)], port, environment, log)
     text = json.dumps({**given, "model_path": str(model)})
     return Server([sys.executable, __file__, "--server", str(port), text], port, environment, log)
 
