@@ -176,7 +176,7 @@ def _on_cpu(context: Context) -> tuple[str, ...]:
 
 def _weights(recipe: Recipe) -> str:
     size = weights_bytes(recipe)
-    found = f"weights {gib(size)}" if size else "the weights"
+    found = f"weights took {gib(size)}" if size else "weights of unknown size"
     return f"{found} (one layer of them at a time)" if recipe.model.loading == "layerwise" else found
 
 

@@ -68,7 +68,7 @@ def undisturbed(tmp_path_factory):
 
 # step: where it fails (call counted from 1), what the line says of shares and settings, the setting to go on with
 STEPS = {
-    "load": (adapter, "load_model", 1, r"loading the model: .*weights [\d.]+ MiB; set model\.loading=layerwise", {}),
+    "load": (adapter, "load_model", 1, r"loading the model: .*weights took .+iB; set model\.loading=layerwise", {}),
     "trace": (
         context_module, "chunked_delta_rule", 15,  # in the second batch of 12 calls
         rf"trace \(.*data\.batch=2 x data\.length=64 tokens took {2 * 64 * LAYER / 2**20:.2f} MiB for one layer's q, "
