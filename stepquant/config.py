@@ -123,10 +123,9 @@ def _run(
     argv: Sequence[str] | None,
     root: str,
 ) -> int:
-    parser = _parser(name)
-    args = parser.parse_intermixed_args(None if argv is None else list(argv))
-
     def command() -> int:
+        parser = _parser(name)
+        args = parser.parse_intermixed_args(None if argv is None else list(argv))
         with _configuration():
             if args.help:
                 print(parser.format_help())
