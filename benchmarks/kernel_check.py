@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -160,20 +161,24 @@ def check_windows(case: Case, results: dict, window: int, buffer: str, batch: in
     results[f"window_{window}_{buffer}"] = {"output_error": worst, "flipped_codes": flips / total}
 
 
-def check(name: str, steps: int) -> dict:
+def parts(case: Case, steps: int) -> dict[str, Callable[[dict], None]]:
+    """What is checked of a plan, each in a process of its own."""
+    return {
+        "steps": lambda r: (check_steps(case, r), check_big_pool(case, r)),
+        "long": lambda r: check_long(case, r, steps),
+        "codec": lambda r: check_codec(case, r),
+        "window 8 fp16": lambda r: check_windows(case, r, 8, "fp16"),
+        "window 8 bf16": lambda r: check_windows(case, r, 8, "bf16"),
+        "window 4 int8": lambda r: check_windows(case, r, 4, "int8"),
+    }
+
+
+def check(name: str, part: str, steps: int) -> dict:
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     case, results, start = Case.make(name, 1, "cuda"), {}, time.time()
-    check_steps(case, results)
-    results["compile_and_first_s"] = time.time() - start
-    check_codec(case, results)
-    check_windows(case, results, 8, "fp16")
-    check_windows(case, results, 8, "bf16")
-    check_windows(case, results, 4, "int8")
-    check_big_pool(case, results)
-    check_long(case, results, steps)
-    results["seconds"] = time.time() - start
-    return results
+    parts(case, steps)[part](results)
+    return results | {f"seconds of {part}": time.time() - start}
 
 
 def main() -> None:
@@ -181,18 +186,27 @@ def main() -> None:
     parser.add_argument("--out", default="kernel_check.json")
     parser.add_argument("--plans", default=",".join(PLANS))
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--one", help="check one plan and print JSON (used by the command itself)")
+    parser.add_argument(
+        "--one", help="check one part of a plan, PLAN:PART, and print JSON (used by the command itself)"
+    )
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(check(args.one, args.steps)))
+        print(json.dumps(check(*args.one.split(":"), args.steps)))
         return
     plans = args.plans.split(",")
     results: dict = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "check": {}}
     command = [sys.executable, __file__, "--steps", str(args.steps), "--one"]
-    jobs = {p: subprocess.Popen([*command, p], stdout=subprocess.PIPE, text=True) for p in plans}
-    for plan, job in jobs.items():
+    names = list(parts(Case.make(plans[0], 1, "cpu"), 0))
+    jobs = {
+        (plan, part): subprocess.Popen([*command, f"{plan}:{part}"], stdout=subprocess.PIPE, text=True)
+        for part in names
+        for plan in plans
+    }
+    for (plan, part), job in jobs.items():
         text, _ = job.communicate()
-        results["check"][plan] = json.loads(text.splitlines()[-1]) if job.returncode == 0 else "failed"
+        found = json.loads(text.splitlines()[-1]) if job.returncode == 0 else {part: "failed"}
+        results["check"].setdefault(plan, {}).update(found)
+    for plan in plans:
         print(plan, json.dumps(results["check"][plan], indent=1), flush=True)
     Path(args.out).write_text(json.dumps(results, indent=1))
 

@@ -43,52 +43,66 @@ def plan_name(family: str, bits: int) -> str:
     return f"{MODELS[family]}_{bits}bit"
 
 
-def check(name: str, windows: list[int]) -> None:
-    """Compile the kernels of a plan and compare them with the references; raises AssertionError on a mismatch."""
+def worker(name: str, window: int, batches: list[int]) -> None:
+    """Compile the kernels of a plan, compare them with the references, say so, and time them when told to.
+
+    Raises:
+        AssertionError: on a mismatch.
+    """
     case, results = Case.make(name, 1, "cuda"), {}
-    for window in windows:
-        if window == 1:
-            check_steps(case, results, (3, 64))
-        else:
-            check_windows(case, results, window, "fp16", 2 * window)
+    if window == 1:
+        check_steps(case, results, (3, 64))
+    else:
+        check_windows(case, results, window, "fp16", 2 * window)
     for part, found in results.items():
         for key, limit in TOLERANCE.items():
             assert found[key] <= limit, f"{name} {part}: {key} {found[key]:.2e}, at most {limit:.0e}"
-
-
-def packed_row(family: str, bits: int, window: int, batch: int, copy: float) -> dict[str, Any]:
-    """Microseconds and bytes of one plan, window and batch: folds after their reads, and on a stream of their own."""
-    case = Case.make(plan_name(family, bits), 1, "cuda")
-    calls = packed_calls(case, window, batch)
-    row: dict[str, Any] = {"family": family, "state": f"{bits} bits", "window": window, "batch": batch}
-    row["us"] = graph_time(calls.inline)
-    if window > 1:
-        row["aside_us"] = graph_time(calls.aside)
-        row["read_us"], row["fold_us"] = graph_time(calls.read), graph_time(calls.fold)
-        row["list_us"] = graph_time([calls.make_list])
-    best = min(row["us"], row.get("aside_us", row["us"]))
-    row["bytes"] = calls.bytes
-    row["copy_share"] = calls.bytes / best / 1e3 / copy
-    return row
-
-
-def measure(family: str, batches: list[int], copy: float) -> list[dict[str, Any]]:
-    rows = []
+    print("ready", flush=True)
+    sys.stdin.readline()
+    bits = int(name.split("_")[1][0])
     for batch in batches:
-        for row in baseline_times(family, batch):
-            row["copy_share"] = row["bytes"] / row["us"] / 1e3 / copy
-            rows.append(row)
-            print(shown(row), flush=True)
-        pairs = EVERY + (SOME if batch in WINDOW_BATCHES else ())
-        for bits, window in pairs:
-            rows.append(packed_row(family, bits, window, batch, copy))
-            print(shown(rows[-1]), flush=True)
-            torch.cuda.empty_cache()
-    return rows
+        row: dict[str, Any] = {"family": case.family, "state": f"{bits} bits", "window": window, "batch": batch}
+        print(json.dumps(row | times(case, window, batch)), flush=True)
+    print("done", flush=True)
 
 
-def shown(row: dict[str, Any]) -> str:
-    return json.dumps({k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()})
+def times(case: Case, window: int, batch: int) -> dict[str, float]:
+    """Microseconds and bytes of a step: folds after their reads, and on a stream of their own."""
+    calls = packed_calls(case, window, batch)
+    found = {"us": graph_time(calls.inline), "bytes": calls.bytes}
+    if window > 1:
+        found["aside_us"] = graph_time(calls.aside)
+        found["read_us"], found["fold_us"] = graph_time(calls.read), graph_time(calls.fold)
+        found["list_us"] = graph_time([calls.make_list])
+    return found
+
+
+class Worker:
+    """One `worker` in a process of its own: all compile side by side, and are timed one at a time."""
+
+    def __init__(self, name: str, window: int, batches: list[int]) -> None:
+        self.title = f"{name}, W = {window}"
+        command = [sys.executable, "-m", "benchmarks.state_update", "--worker", f"{name}:{window}"]
+        command += ["--batches", ",".join(map(str, batches))]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def until(self, word: str) -> list[dict[str, Any]] | None:
+        """Rows until the worker says `word`; None if it ended without."""
+        rows = []
+        for line in self.process.stdout or ():
+            if line.strip() == word:
+                return rows
+            if line.startswith("{"):
+                rows.append(json.loads(line))
+        return None
+
+    def measure(self) -> list[dict[str, Any]]:
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        rows = self.until("done")
+        self.process.wait()
+        return rows or []
 
 
 def environment() -> dict[str, Any]:
@@ -109,29 +123,34 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,32,128,512,1024")
     parser.add_argument("--families", default="gdn,kda")
     parser.add_argument("--out", type=Path, default=RESULT)
-    parser.add_argument("--check", help="check one plan, as PLAN:W,W,.. (used by the command itself)")
+    parser.add_argument("--worker", help="one plan and window, PLAN:W (used by the command itself)")
     args = parser.parse_args()
-    if args.check:
-        name, windows = args.check.split(":")
-        check(name, [int(w) for w in windows.split(",")])
+    batches = [int(b) for b in args.batches.split(",")]
+    if args.worker:
+        name, window = args.worker.split(":")
+        worker(name, int(window), batches)
         return
     start, families = time.time(), args.families.split(",")
-    batches = [int(b) for b in args.batches.split(",")]
-    wanted: dict[str, list[int]] = {}
-    for family in families:
-        for bits, window in EVERY + (SOME if set(batches) & set(WINDOW_BATCHES) else ()):
-            wanted.setdefault(plan_name(family, bits), []).append(window)
-    jobs = [
-        (f"{name}:{w}", subprocess.Popen([sys.executable, "-m", "benchmarks.state_update", "--check", f"{name}:{w}"]))
-        for name, windows in wanted.items()
-        for w in windows
+    some = [b for b in batches if b in WINDOW_BATCHES]
+    workers = [
+        Worker(plan_name(family, bits), window, own)
+        for family in families
+        for pairs, own in ((EVERY, batches), (SOME, some))
+        for bits, window in pairs
+        if own
     ]
-    failed = [name for name, job in jobs if job.wait() != 0]
+    failed = [w.title for w in workers if w.until("ready") is None]
     if failed:
-        sys.exit(f"not timed: outputs are wrong or kernels do not compile for {', '.join(failed)}")
-    checked = time.time() - start
-    copy = copy_bandwidth()
-    rows = [row for family in families for row in measure(family, batches, copy)]
+        for w in workers:
+            w.process.kill()
+        sys.exit(f"not timed: outputs are wrong or kernels do not compile for {'; '.join(failed)}")
+    checked, copy = time.time() - start, copy_bandwidth()
+    rows = [row for family in families for batch in batches for row in baseline_times(family, batch)]
+    for w in workers:
+        rows += w.measure()
+        print(w.title, [round(r.get("aside_us", r["us"]), 1) for r in rows[-len(batches) :]], flush=True)
+    for row in rows:
+        row["copy_share"] = row["bytes"] / min(row["us"], row.get("aside_us", row["us"])) / 1e3 / copy
     found = environment() | {"copy_gb_s": copy, "check_seconds": checked, "seconds": time.time() - start, "rows": rows}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -47,6 +47,7 @@ class Case:
     codec: CodecSpec
     layout: PageLayout
     device: str
+    made: dict[tuple[int, str], PackedKernels] = field(default_factory=dict)
 
     K = V = 128
 
@@ -68,9 +69,12 @@ class Case:
         return cls(name, family, heads, key_heads, torch.from_numpy(bits.astype(np.uint8)), w, codec, layout, device)
 
     def kernels(self, window: int = 1, buffer: str = "fp16") -> PackedKernels:
-        return PackedKernels(
-            self.layout, self.w, self.codec, self.family, self.key_heads, "0" * 64, window, buffer, self.device
-        )
+        """Made and compiled once for each window and buffer."""
+        if (window, buffer) not in self.made:
+            self.made[window, buffer] = PackedKernels(
+                self.layout, self.w, self.codec, self.family, self.key_heads, "0" * 64, window, buffer, self.device
+            )
+        return self.made[window, buffer]
 
     def torch_codec(self, layer: int = 0) -> PackedCodec:
         return PackedCodec(self.layout, layer, self.w[layer].to(self.device), self.codec)

@@ -88,12 +88,13 @@ class KernelSpec:
         m, half = max(8 if self.window > 1 else 4, power_of_two(self.key_dim // 8)), self.value_dim // 2
         j, wide = max(16, power_of_two(half)), 1 if half % 16 else 2
         high = any(b in self.precisions for b in (4, 6, 8))
+        entries = 16 if self.buffer == "int8" else 8  # Triton gives a thread four neighbours of what was bytes
         return {
             "H": self.num_heads, "HK": self.num_key_heads, "K": self.key_dim, "V": self.value_dim,
             "M": m, "J": half, "JP": j, "E": wide, "KP": 8 * m, "VP": 2 * j, "GROUP": min(self.group, j),
             "NIBBLES": high, "EIGHT": 8 in self.precisions, "SIX": 6 in self.precisions,
             "TWO": 2 in self.precisions and not self.uniform, "REFITS": self.refits, "SAMPLE": self.sample,
-            "PIVOT_BLOCK": 8, "W": self.window, "EN": max(8, power_of_two(self.window)),
+            "PIVOT_BLOCK": 8, "W": self.window, "EN": max(entries, power_of_two(self.window)),
         }  # fmt: skip
 
 

@@ -23,7 +23,6 @@ from stepquant.runtime.window import WindowBuffers
 
 Tuned = Mapping[str, tuple[tuple[int, Launch], ...]]
 """By kernel, ascending: a batch and the launch that serves up to it (`stepquant.runtime.tuning`)."""
-FOLD_SHARE = 1  # programs of a fold, in requests that complete a window where phases are spread evenly
 
 
 class PackedKernels:
@@ -176,16 +175,20 @@ class PackedKernels:
         return next((x for most, x in rows if batch <= most), rows[-1][1] if rows else self.launches[name])
 
     def _launch(self, name: str, layer: int, pages: Tensor, slots: Tensor, *args: Any) -> None:
-        table, programs = self.tables[layer], slots.shape[0]
-        launch = self.launch_of(name, programs)
-        if name == "fold":  # phases are spread: a program that finds nothing to do costs a microsecond all the same
-            programs = -(-FOLD_SHARE * programs // self.spec.window)
-        grid = (programs, self.spec.num_heads)  # neighbours run the same head, so the same instructions
-        getattr(self.modules[name], name)[grid](
+        table, batch = self.tables[layer], slots.shape[0]
+        launch = self.launch_of(name, batch)
+        getattr(self.modules[name], name)[self.grid(name, batch)](
             pages, pages.stride(0), table["table"], table["row_w"], table["row_bits"], table["order"],
             slots, slots.stride(0), *args, self.arch,
             num_warps=launch.warps, maxnreg=launch.registers, enable_fp_fusion=True,
         )  # fmt: skip
+
+    def grid(self, name: str, batch: int) -> tuple[int, int]:
+        """Programs of a kernel: neighbours run the same head, so that they run the same instructions.
+
+        A fold's programs take one request after another of those that complete a window.
+        """
+        return (-(-batch // self.spec.window) if name == "fold" else batch, self.spec.num_heads)
 
 
 def _arch(device: torch.device) -> int:

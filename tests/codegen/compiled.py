@@ -1,6 +1,6 @@
 """Compiles a plan's kernels for a GPU that is not there and runs them in the PTX emulator; prints figures as JSON.
 
-    python -m tests.codegen.compiled read|step|fold NAME TARGET
+    python -m tests.codegen.compiled read|step|fold|fold_int8 NAME TARGET
 
 A process of its own, because the tests' own process has the building blocks decorated for Triton's interpreter.
 """
@@ -30,8 +30,10 @@ WINDOW = 8
 class Emulated(PackedKernels):
     """`PackedKernels` whose launches run in the emulator: arguments go into its memory and come back out."""
 
-    def __init__(self, case: Case, target: str, window: int = WINDOW) -> None:
-        super().__init__(case.layout, case.w, case.codec, case.family, case.key_heads, "0" * 64, window, device="cpu")
+    def __init__(self, case: Case, target: str, window: int = WINDOW, buffer: str = "fp16") -> None:
+        super().__init__(
+            case.layout, case.w, case.codec, case.family, case.key_heads, "0" * 64, window, buffer, device="cpu"
+        )
         self.target = target
         self.compiled: dict[str, Any] = {}
 
@@ -52,9 +54,10 @@ class Emulated(PackedKernels):
                 bound.append(places[storage.data_ptr()][0] + x.storage_offset() * x.element_size())
             elif not isinstance(x, bool):  # constants are compiled in
                 bound.append(int(np.float32(x).view(np.uint32)) if isinstance(x, float) else int(x))
-        for i_n in range(slots.shape[0]):
-            for i_h in range(self.spec.num_heads):
-                Program(self.compiled[name], launch.warps, memory, bound, (i_h, i_n)).run()
+        grid = self.grid(name, slots.shape[0])
+        for i in range(grid[0]):
+            for i_h in range(grid[1]):
+                Program(self.compiled[name], launch.warps, memory, bound, (i, i_h), grid).run()
         for at, whole in places.values():
             whole.copy_(torch.from_numpy(memory.get(at, whole.numpy())))
 
@@ -71,20 +74,27 @@ def check_read(case: Case, target: str, tokens: int = 3) -> dict[str, Any]:
     return _check_window(case, target, tokens, (0, WINDOW - 1 - tokens), False)
 
 
-def check_fold(case: Case, target: str) -> dict[str, Any]:
+def check_fold(case: Case, target: str, buffer: str = "fp16") -> dict[str, Any]:
     """The same of requests one of which folds at its second token, then a flush of both."""
-    return _check_window(case, target, 3, (WINDOW - 5, WINDOW - 2), True)
+    return _check_window(case, target, 3, (WINDOW - 5, WINDOW - 2), True, buffer)
 
 
-def _check_window(case: Case, target: str, tokens: int, start: tuple[int, int], flush: bool) -> dict[str, Any]:
-    kernels, codec = Emulated(case, target), case.torch_codec
+def check_fold_int8(case: Case, target: str) -> dict[str, Any]:
+    """The same with INT8 buffers."""
+    return check_fold(case, target, "int8")
+
+
+def _check_window(
+    case: Case, target: str, tokens: int, start: tuple[int, int], flush: bool, buffer: str = "fp16"
+) -> dict[str, Any]:
+    kernels, codec = Emulated(case, target, WINDOW, buffer), case.torch_codec
     pages = codec.pack(case.states(3))
     before, slots = pages.clone(), torch.tensor([2, -1, 0], dtype=torch.int32)
     buffers, rows = WindowBuffers.allocate(kernels.spec, 3, "cpu"), torch.tensor([1, 0, 2], dtype=torch.int32)
-    for x in (buffers.keys, buffers.us, buffers.gammas, buffers.ratios, buffers.u_now):
-        x.fill_(torch.nan)
+    for x in (buffers.keys, buffers.us, buffers.gammas, buffers.ratios, buffers.k_now, buffers.u_now):
+        x.fill_(torch.nan if x.is_floating_point() else 99)
     phases, pending = torch.tensor([start[0], 0, start[1]], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
-    windows = {i: WriteWindow(WINDOW, "fp16", start[i // 2]) for i in (0, 2)}
+    windows = {i: WriteWindow(WINDOW, buffer, start[i // 2]) for i in (0, 2)}
     base = {i: codec.unpack(pages[int(slots[i])][None])[0] for i in windows}
     found: dict[str, Any] = {"error": 0.0, "padded": True, "folds": 0, "flips": 0.0}
     for n in range(tokens):
@@ -136,5 +146,5 @@ def check_step(case: Case, target: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    check = {"read": check_read, "step": check_step, "fold": check_fold}[sys.argv[1]]
+    check = {"read": check_read, "step": check_step, "fold": check_fold, "fold_int8": check_fold_int8}[sys.argv[1]]
     print(json.dumps(check(Case.make(sys.argv[2], 128, 128), sys.argv[3])))

@@ -44,19 +44,21 @@ class Program(Registers):
 
     Args:
         module: what `parse` returned.
-        warps: its warps; arguments: bits of its parameters in order; program_id: its place in the grid.
+        warps: its warps; arguments: bits of its parameters in order; program_id: its place in the grid of `grid` programs.
     """
 
     def __init__(
-        self, module: Any, warps: int, memory: Memory, arguments: Sequence[int], program_id: Sequence[int]
-    ) -> None:
+        self, module: Any, warps: int, memory: Memory, arguments: Sequence[int], program_id: Sequence[int],
+        grid: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         self.params, self.code, self.labels = module
         self.count, self.memory, self.shared = 32 * warps, memory, np.zeros(1 << 17, np.uint8)
         self.arguments = [*arguments, *[0] * (len(self.params) - len(arguments))]
         thread = np.arange(self.count, dtype=np.uint64)
         self.registers: dict[str, Reg] = {"%tid.x": thread, "%laneid": thread % 32, "global_smem": thread * 0}
-        for axis, i in zip("xyz", [*program_id, 0, 0], strict=False):
+        for axis, i, n in zip("xyz", [*program_id, 0, 0], [*grid, 1, 1, 1], strict=False):
             self.registers[f"%ctaid.{axis}"] = thread * 0 + np.uint64(i)
+            self.registers[f"%nctaid.{axis}"] = thread * 0 + np.uint64(n)
         self.executed, self.epoch, self.warp = 0, 1, np.arange(self.count) // 32
         # Who wrote and who read every two bytes last, as epoch << 8 | warp; untouched zeros take no memory.
         sizes = (memory.bytes.size // 2, self.shared.size // 2)
@@ -131,7 +133,10 @@ class Program(Registers):
         self._touch(space, address[on], size * len(names), self.warp[on], False)
         found = space[address[:, None] + np.arange(size * len(names))].view(f"u{size}")
         for i, name in enumerate(names):
-            self.set(name, found[:, i].astype(np.uint64), on)
+            x = found[:, i]
+            if mods[-1] == "s8":  # a register is wider: its sign goes all the way up
+                x = x.view(np.int8).astype(np.int32).view(np.uint32)
+            self.set(name, x.astype(np.uint64), on)
 
     def op_st(self, mods: list[str], o: list[str], on: np.ndarray) -> None:
         space = self.shared if "shared" in mods else self.memory.bytes

@@ -71,8 +71,15 @@ class Registers:
             self.set(
                 o[0], bits(self.get(o[1], "f32"), "bf16") << np.uint64(16) | bits(self.get(o[2], "f32"), "bf16"), on
             )
+        elif mods[0] == "rzi" and to.startswith("s") and source == "f32":  # saturates, NaN becomes 0
+            width = int(to[1:])
+            x = np.nan_to_num(np.trunc(self.get(o[1], source).astype(np.float64)), nan=0.0)
+            self.put(o[0], np.clip(x, -(2.0 ** (width - 1)), 2.0 ** (width - 1) - 1).astype(np.int64), to, on)
         else:
             assert to[0] in "fb" or source[0] not in "fb" or source.startswith("b"), mods
+            if to == "s8":  # a register is wider: its sign goes all the way up
+                self.put(o[0], view(self.read(o[1], source), "s8").astype(np.int64), "s32", on)
+                return
             self.put(o[0], self.get(o[1], source), to, on)
 
     def op_selp(self, mods: list[str], o: list[str], on: np.ndarray) -> None:
@@ -179,6 +186,9 @@ class Registers:
         self.set(o[0], x.astype(np.uint64) & mask(32), on)
 
     def op_neg(self, mods: list[str], o: list[str], on: np.ndarray) -> None:
+        if mods[-1] == "f16x2":
+            self.set(o[0], self.read(o[1]) ^ np.uint64(0x80008000), on)
+            return
         self.put(o[0], -self.get(o[1], mods[-1]), mods[-1], on)
 
     def op_abs(self, mods: list[str], o: list[str], on: np.ndarray) -> None:

@@ -60,8 +60,8 @@ def split(text: str) -> list[str]:
 def parse(ptx: str) -> tuple[list[str], list[tuple[str, str, list[str]]], dict[str, int]]:
     """Parameter types, instructions (guard, opcode, operands) and labels of the only entry of a module."""
     ptx = re.sub(r"//.*", "", ptx)
-    tables = {m[1]: m[2] for m in re.finditer(r"(\w+):\s*\.branchtargets\s([^;]*);", ptx)}
-    ptx = re.sub(r"\w+:\s*\.branchtargets\s[^;]*;", "", ptx)
+    tables = {m[1]: m[2] for m in re.finditer(r"(\$?\w+):\s*\.branchtargets\s([^;]*);", ptx)}
+    ptx = re.sub(r"\$?\w+:\s*\.branchtargets\s[^;]*;", "", ptx)
     head, body = ptx[ptx.index(".entry") :].split("{", 1)
     params = re.findall(r"\.param \.(\w+)", head)
     code: list[tuple[str, str, list[str]]] = []
