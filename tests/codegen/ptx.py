@@ -44,7 +44,8 @@ class Program(Registers):
 
     Args:
         module: what `parse` returned.
-        warps: its warps; arguments: bits of its parameters in order; program_id: its place in the grid of `grid` programs.
+        warps: its warps; arguments: bits of its parameters in order; program_id: its place in the grid, of
+            `grid` programs.
     """
 
     def __init__(

@@ -196,7 +196,9 @@ class Registers:
 
     def op_mul(self, mods: list[str], o: list[str], on: np.ndarray) -> None:
         kind = mods[-1]
-        if "wide" in mods:
+        if kind == "f16x2":
+            self._halves(o, on, lambda a, b: a * b)
+        elif "wide" in mods:
             wide = np.int64 if kind[0] == "s" else np.uint64
             self.put(o[0], self.get(o[1], kind).astype(wide) * self.get(o[2], kind).astype(wide), f"{kind[0]}64", on)
         elif "hi" in mods:
@@ -213,8 +215,19 @@ class Registers:
         self.put(o[0], product + self.get(o[3], result).astype(wide), result, on)
 
     def op_fma(self, mods: list[str], o: list[str], on: np.ndarray) -> None:
+        if mods[-1] == "f16x2":
+            self._halves(o, on, lambda a, b, c: a * b + c)
+            return
         a, b, c = (self.get(x, mods[-1]).astype(np.float64) for x in o[1:4])
         self.put(o[0], a * b + c, mods[-1], on)
+
+    def _halves(self, o: list[str], on: np.ndarray, f: Callable[..., Any]) -> None:
+        """An operation on the two halves of words, each rounded once."""
+        words = [self.read(x, "b32") for x in o[1:]]
+        low, high = (
+            bits(f(*(view(x >> np.uint64(n), "f16").astype(np.float64) for x in words)), "f16") for n in (0, 16)
+        )
+        self.set(o[0], low | high << np.uint64(16), on)
 
     def _unary(self, mods: list[str], o: list[str], on: np.ndarray, f: Callable[[Any], Any]) -> None:
         self.put(o[0], f(self.get(o[1], mods[-1]).astype(np.float64)), mods[-1], on)
