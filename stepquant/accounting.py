@@ -13,11 +13,20 @@ from stepquant.plan import LayoutPlan
 
 def packable(plan: LayoutPlan) -> bool:
     """Whether the packers and kernels take the plan; the baselines' codecs and 3- or 5-bit rows are simulated only."""
-    g = plan.geometry
-    found = set(plan.bits.unique().tolist())
-    return (
-        plan.codec.kind == "dual_axis" and found <= {*PACKED_MENU, PIVOT} and not (g.key_dim % 16 or g.value_dim % 16)
-    )
+    return why_simulated(plan) is None
+
+
+def why_simulated(plan: LayoutPlan) -> str | None:
+    """What keeps a plan from having pages and kernels, and what to do about it; None where nothing does."""
+    g, found = plan.geometry, set(plan.bits.unique().tolist())
+    if plan.codec.kind != "dual_axis":
+        return f"codec {plan.codec.kind!r} is simulated only; kernels need spatial.codec=dual_axis"
+    if not found <= {*PACKED_MENU, PIVOT}:
+        odd = ", ".join(map(str, sorted(found - {*PACKED_MENU, PIVOT})))
+        return f"precisions of {odd} bits are simulated only; kernels need budget.candidates of {list(PACKED_MENU)}"
+    if g.key_dim % 16 or g.value_dim % 16:
+        return f"heads of {g.key_dim} x {g.value_dim} are simulated only; kernels need multiples of 16"
+    return None
 
 
 def page_layout(plan: LayoutPlan) -> PageLayout:

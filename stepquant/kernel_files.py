@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepquant.accounting import packable, page_layout
+from stepquant.accounting import page_layout, why_simulated
 from stepquant.artifact import KERNELS
 from stepquant.codegen.generate import generate, source_hash
 from stepquant.codegen.kernel_plan import SCHEMA_VERSION, TITLES, Launch, TargetReport, Variant
@@ -67,11 +67,8 @@ def read_kernels(directory: Path, plan: LayoutPlan) -> KernelFiles:
     Raises:
         ArtifactError: kernels/ is missing, damaged, another plan's, or a source is not what its hash says.
     """
-    if not packable(plan):
-        precisions = ", ".join(map(str, plan.bits.unique().tolist()))
-        raise ArtifactError(
-            f"{directory}: codec {plan.codec.kind!r} with precisions {precisions} is simulated only and has no kernels"
-        )
+    if (reason := why_simulated(plan)) is not None:
+        raise ArtifactError(f"{directory}: there are no kernels: {reason}")
     place = directory / KERNELS
     if not os.path.lexists(place):
         raise ArtifactError(f"{place}: the directory of generated kernels is missing; {AGAIN}")

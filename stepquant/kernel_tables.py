@@ -115,21 +115,25 @@ def print_kernels(summary: dict[str, Any], files: KernelFiles, console: Console)
 
 def variant_table(files: KernelFiles) -> Table:
     """What the variants do and how they are launched."""
-    table = _table("variants: programs of a request and layer, the state tile of one, its warps",
+    table = _table("variants: programs of a request and layer, rows x columns of one, the warps tried first",
                    ("variant", "programs", "tile", "warps", "stages", "does"), left=("variant", "does"))  # fmt: skip
     for v in files.variants:
-        tile = " x ".join(map(str, v.tile.values()))
+        tile = " x ".join(str(v.tile[name]) for name in ("rows", "columns") if name in v.tile)
         table.add_row(v.name, str(v.programs), tile, str(v.launch.warps), str(v.stages), v.title)
     return table
 
 
 def bytes_table(files: KernelFiles) -> Table:
     """What a step moves and computes."""
-    read = ", windows half full" if any(v.name == "read" for v in files.variants) else ""
-    table = _table(f"one request, all layers{read}", ("variant", "bytes read", "bytes written", "flops"))
+    windows = "; read with half a window, fold and flush with a full one" if _windows(files) else ""
+    table = _table(f"one request, all layers{windows}", ("variant", "bytes read", "bytes written", "flops"))
     for v in files.variants:
         table.add_row(v.name, *[f"{n:,}" for n in (v.bytes_read, v.bytes_written, v.flops)])
     return table
+
+
+def _windows(files: KernelFiles) -> bool:
+    return any(v.name == "read" for v in files.variants)
 
 
 def prediction_table(files: KernelFiles) -> Table:
@@ -138,7 +142,8 @@ def prediction_table(files: KernelFiles) -> Table:
     compiled = {target for v in files.variants for target in v.targets}
     known = [name for name in gpus if name in GPUS and GPUS[name].target in compiled]
     basis = f"from bytes; {', '.join(known)} also from instructions" if known else "from bytes alone"
-    title = f"predicted microseconds, all layers, batch {PREDICTED_BATCH}, {basis}"
+    steps = "; a step takes read + fold / W" if _windows(files) else ""
+    title = f"predicted microseconds, all layers, batch {PREDICTED_BATCH}, {basis}{steps}"
     table = _table(title, ("variant", *gpus))
     for v in files.variants:
         table.add_row(v.name, *[f"{v.predicted_us[n]:,.1f}" if n in v.predicted_us else "-" for n in gpus])

@@ -26,14 +26,14 @@ PAPER_PINS: dict[str, Any] = {
     "temporal.sensitivity": "none",
     "spatial.gamma": 0.25,
     "spatial.impact": "one_step",
+    "spatial.refits": 1,
+    "spatial.sample": 0,
     "budget.candidates": None,
     "window.length": 1,
 }
 """What ``method=paper`` fixes; an override with another value is refused."""
 
 PAPER_DEFAULTS: dict[str, Any] = {
-    "spatial.refits": 1,
-    "spatial.sample": 0,
     "samples.every": 8,
     "allocation.unit": "auto",
     "allocation.granularity": 1,

@@ -196,7 +196,7 @@ def _variant(name: str, layout: PageLayout, spec: KernelSpec) -> Variant:
         title=TITLES[name],
         file=f"{name}.py",
         programs=spec.num_heads,
-        bodies=len(spec.precisions) + (spec.pivots == "heads") if spec.uniform else 1,
+        bodies=len(spec.precisions) + (spec.pivots == "heads" and name != "read") if spec.uniform else 1,
         tile={"rows": int(constants["KP"]), "columns": int(constants["VP"])},
         elements=elements,
         bytes_read=moved[name][0],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepquant.accounting import packable
+from stepquant.accounting import packable, why_simulated
 from stepquant.artifact import new_artifact, write_artifact
 from stepquant.errors import ModelError, RecipeError
 from stepquant.files import write_json
@@ -76,7 +76,9 @@ def compile_recipe(recipe: Recipe, quiet: bool = False) -> Compiled:
     with new_artifact(directory, plan.hash) as place:
         write_artifact(place, plan, context.recipe, pipeline.artifact_products(), pipeline.base_key)
         with progress.step("codegen"):
-            write_kernels(place, plan, recipe.codegen.targets)
+            made = write_kernels(place, plan, recipe.codegen.targets)
+        if recipe.codegen.targets and not made:
+            progress.say(f"codegen.targets is not used: there are no kernels: {why_simulated(plan)}")
         with progress.step("report"):
             from stepquant.report import write_report  # plotly is needed here only
 

@@ -65,7 +65,7 @@ def test_the_new_plan_records_the_text_that_was_calibrated_on(made, tmp_path):
         ("samples.per_layer=8", "samples.per_layer is 8, but reuse=.* was calibrated with 4"),
         ("seed=3", "seed is 3, but reuse=.* was calibrated with 0"),
         ("model.weights=random:1", "model.weights is 'random:1', but reuse=.* was made with 'checkpoint'"),
-        ("spatial.refits=2", "spatial.refits is 2, but reuse=.* was made with 1, .*set spatial.refits=1"),
+        ("spatial.refits=2", "spatial.refits is 2, but method=paper pins it to 1"),
     ],
 )
 def test_refusals_name_the_key_that_differs(made, tmp_path, override, words):
