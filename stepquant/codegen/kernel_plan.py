@@ -71,11 +71,16 @@ LAUNCHES: Mapping[str, tuple[Launch, ...]] = {
 
 
 def launches_of(spec: KernelSpec, name: str) -> tuple[Launch, ...]:
-    """Launches in order of preference: rows of several precisions and four-level heads fold best on four warps."""
-    first, *others = LAUNCHES[name]
-    if name in ("fold", "flush") and (spec.four or not spec.uniform):
-        return (others[0], first, *others[1:])
-    return (first, *others)
+    """Launches in order of preference: rows of several precisions fold best on four warps, four-level heads do not fit
+    the registers of fewer."""
+    launches = LAUNCHES[name]
+    if name in ("fold", "flush", "step") and spec.four:
+        order = (2, 1, 0, 3)
+    elif name in ("fold", "flush") and not spec.uniform:
+        order = (1, 0, 2, 3)
+    else:
+        return launches
+    return tuple(launches[i] for i in order)
 
 
 @dataclass(frozen=True)
