@@ -37,7 +37,7 @@ class ServeSettings:
     memory: int | None
     weights: int | None
     json: Path | None
-    tune: bool = True
+    tune: bool = False
 
     @classmethod
     def from_config(cls, config: Any, arguments: Sequence[str]) -> ServeSettings:

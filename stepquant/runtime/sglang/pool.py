@@ -86,7 +86,7 @@ def build(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -
     original(self, *args, **{**kwargs, "cache_params": dataclasses.replace(params, shape=shape)})
     requests = max(1, int(kwargs["spec_state_size"]))
     kernels = plan.kernels(self.device)
-    if torch.device(self.device).type == "cuda" and os.environ.get(TUNE_VARIABLE, "1") != "0":
+    if torch.device(self.device).type == "cuda" and os.environ.get(TUNE_VARIABLE) == "1":
         kernels.tuned = tuned_launches(kernels, current().directory)
     store = SlotStore(plan.layout, kernels, self.size, requests, self.device)
     setattr(self, STORE, store)

@@ -14,7 +14,7 @@ from stepquant.runtime.sglang.versions import Version
 PLAN_VARIABLE = "STEPQUANT_PLAN"
 ACCEPT_VARIABLE = "STEPQUANT_ACCEPT"
 TUNE_VARIABLE = "STEPQUANT_TUNE"
-"""0: kernels are launched as the generator prefers, not as measured on this GPU."""
+"""1: kernels are launched as measured on this GPU, not as the generator prefers."""
 WORKSPACE_STATES = 64
 """Dense FP32 states of one layer that a prefill holds at a time; a larger batch goes in parts."""
 
