@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,32 +10,12 @@ import torch
 
 from benchmarks.synthetic import Case
 from stepquant.codegen.kernel_plan import KernelPlan, Launch
+from stepquant.runtime.tuning import Call, graph_time
 from stepquant.runtime.window import WindowBuffers, allocate_now
 from stepquant.runtime.writeback import PAIRS, WritebackStream
 
 L2_BYTES = 128 * 2**20  # a replay touches at least twice the L2 cache of an H200 before it comes back to a set
 MOST_SETS = 128
-Call = Callable[[], Any]
-
-
-def graph_time(calls: Sequence[Call], replays: int = 20) -> float:
-    """Median microseconds of one call, from replays of a graph that makes every call once."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    for _ in range(3):
-        graph.replay()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
-    for start, end in events:
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(s.elapsed_time(e) for s, e in events) * 1e3 / len(calls)
 
 
 def copy_bandwidth() -> float:

@@ -18,12 +18,12 @@ from stepquant.codec.spec import CodecSpec
 from stepquant.codec.window import last_dtype, store
 from stepquant.codegen.spec import KernelSpec
 from stepquant.layout import PageLayout
-from stepquant.runtime.window import WindowBuffers
+from stepquant.runtime.window import WindowBuffers, WindowSteps
 
 EPSILON = 1e-6  # of the L2 norm of q and k, as the models and the kernels have it
 
 
-class ReferenceKernels:
+class ReferenceKernels(WindowSteps):
     """The operations of one plan on one device in torch; arguments as `PackedKernels`, without a plan's hash.
 
     Raises:
@@ -54,17 +54,6 @@ class ReferenceKernels:
         state = state + k.unsqueeze(-1) * u.unsqueeze(-2)
         pages[index] = codec.pack(state)
         out[live] = (q.unsqueeze(-2) @ state).squeeze(-2).to(out.dtype)
-        return out
-
-    def window_step(
-        self, layer: int, pages: Tensor, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
-        A_log: Tensor, dt_bias: Tensor, scale: float, out: Tensor, buffers: WindowBuffers, rows: Tensor,
-        phases: Tensor, pending: Tensor, l2norm: bool = True,
-    ) -> Tensor:  # fmt: skip
-        """One decode step with a write window; see `PackedKernels.window_step`."""
-        token = (q, k, v, a, b, A_log, dt_bias, scale, out)
-        self.read(layer, pages, slots, *token, buffers, rows, phases, pending, l2norm)
-        self.fold(layer, pages, slots, buffers, rows, phases, pending, self.list_folds(phases))
         return out
 
     def read(
@@ -117,11 +106,6 @@ class ReferenceKernels:
             codec, index = self.codecs[layer], slots[places].long()
             state = codec.unpack(pages[index]) * gamma.unsqueeze(-1) + keys.transpose(-1, -2) @ us
             pages[index] = codec.pack(state + k.unsqueeze(-1) * u.unsqueeze(-2))
-
-    def list_folds(self, phases: Tensor) -> Tensor:
-        """What `fold` takes as `folds`; see `PackedKernels.list_folds`."""
-        full = (phases == self.spec.window - 1).nonzero().flatten().int()
-        return torch.cat([full.new_tensor([len(full)]), full, full.new_zeros(len(phases) - len(full))])
 
     def flush(
         self, layer: int, pages: Tensor, slots: Tensor, buffers: WindowBuffers, rows: Tensor, phases: Tensor,

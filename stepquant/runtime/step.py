@@ -19,13 +19,13 @@ from stepquant.codegen.kernel_plan import Launch, launches_of
 from stepquant.codegen.spec import KernelSpec, head_tables, power_of_two
 from stepquant.errors import ArtifactError
 from stepquant.layout import PageLayout
-from stepquant.runtime.window import WindowBuffers
+from stepquant.runtime.window import WindowBuffers, WindowSteps
 
 Tuned = Mapping[str, tuple[tuple[int, Launch], ...]]
 """By kernel, ascending: a batch and the launch that serves up to it (`stepquant.runtime.tuning`)."""
 
 
-class PackedKernels:
+class PackedKernels(WindowSteps):
     """The kernels of one plan on one device.
 
     Args:
@@ -81,29 +81,8 @@ class PackedKernels:
             A_log: `[H]`; dt_bias: `[H]` or `[H * K]`.
             scale: multiplies q. out: `[B, H, V]`. l2norm: normalise q and k here.
         """
-        token = (
-            q, q.stride(0), k, k.stride(0), v, v.stride(0), a, a.stride(0), b, b.stride(0), A_log, dt_bias, scale,
-            out, out.stride(0),
-        )  # fmt: skip
+        token = _strided(q, k, v, a, b, A_log, dt_bias, scale, out)
         self._launch("step", layer, pages, slots, *token, l2norm)
-        return out
-
-    def window_step(
-        self, layer: int, pages: Tensor, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
-        A_log: Tensor, dt_bias: Tensor, scale: float, out: Tensor, buffers: WindowBuffers, rows: Tensor,
-        phases: Tensor, pending: Tensor, l2norm: bool = True,
-    ) -> Tensor:  # fmt: skip
-        """One decode step with a write window: reads every token, folds the windows that it completes.
-
-        Args:
-            buffers: of this layer; rows: int32 `[B]`, the entry of each request in them.
-            phases: int32 `[B]`, each request's length mod W before this token.
-            pending: int32 `[B]`, its entries before this token, at most its phase. The caller counts: pending becomes 0
-                after a fold (phase W - 1) and grows by one otherwise. The other arguments are `step`'s.
-        """
-        token = (q, k, v, a, b, A_log, dt_bias, scale, out)
-        self.read(layer, pages, slots, *token, buffers, rows, phases, pending, l2norm)
-        self.fold(layer, pages, slots, buffers, rows, phases, pending, self.list_folds(phases))
         return out
 
     def read(
@@ -112,10 +91,7 @@ class PackedKernels:
         phases: Tensor, pending: Tensor, l2norm: bool = True,
     ) -> Tensor:  # fmt: skip
         """The first half of `window_step`: pages are not written, tokens that complete a window go to k_now, u_now."""
-        token = (
-            q, q.stride(0), k, k.stride(0), v, v.stride(0), a, a.stride(0), b, b.stride(0), A_log, dt_bias, scale,
-            out, out.stride(0),
-        )  # fmt: skip
+        token = _strided(q, k, v, a, b, A_log, dt_bias, scale, out)
         window = (rows, phases, pending, *buffers.arguments, buffers.k_now, buffers.u_now)
         self._launch("read", layer, pages, slots, *token, *window, l2norm)
         return out
@@ -134,13 +110,11 @@ class PackedKernels:
 
     def list_folds(self, phases: Tensor) -> Tensor:
         """What `fold` takes as `folds`, int32 `[B + 1]`, from the phases int32 `[B]` before the token."""
+        if not phases.is_cuda:
+            return super().list_folds(phases)
         folds = torch.zeros(len(phases) + 1, dtype=torch.int32, device=phases.device)
-        if phases.is_cuda:
-            block = min(1024, power_of_two(max(len(phases), 16)))
-            list_folds[(1,)](phases, folds, len(phases), self.spec.window, block, num_warps=max(1, block // 256))
-        else:
-            full = (phases == self.spec.window - 1).nonzero().flatten().int()
-            folds[0], folds[1 : 1 + len(full)] = len(full), full
+        block = min(1024, power_of_two(max(len(phases), 16)))
+        list_folds[(1,)](phases, folds, len(phases), self.spec.window, block, num_warps=max(1, block // 256))
         return folds
 
     def flush(
@@ -189,6 +163,16 @@ class PackedKernels:
         A fold's programs take one request after another of those that complete a window.
         """
         return (-(-batch // self.spec.window) if name == "fold" else batch, self.spec.num_heads)
+
+
+def _strided(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, scale: float, out: Tensor
+) -> tuple[Any, ...]:
+    """A token's arguments as the kernels take them, with strides between requests."""
+    return (
+        q, q.stride(0), k, k.stride(0), v, v.stride(0), a, a.stride(0), b, b.stride(0), A_log, dt_bias, scale,
+        out, out.stride(0),
+    )  # fmt: skip
 
 
 def _arch(device: torch.device) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from stepquant.runtime.window import WindowBuffers
 BATCHES = (32, 128, 512)
 """A batch takes the launch of the first of these that is no smaller; larger ones that of the last."""
 SETS, REPLAYS, MAX_BYTES = 4, 7, 1 << 20
+Call = Callable[[], Any]
 log = logging.getLogger(__name__)
 
 
@@ -74,7 +75,7 @@ def measure(kernels: PackedKernels, batches: tuple[int, ...] = BATCHES) -> Tuned
             for launch in launches_of(kernels.spec, name):
                 kernels.tuned = {name: ((batch, launch),)}
                 try:
-                    times[launch] = _time(calls[name])
+                    times[launch] = graph_time(calls[name], REPLAYS)
                 except Exception as error:  # a launch that this GPU has no room for is no choice
                     log.info("stepquant: %s with %s does not run: %s", name, launch, error)
             if times:
@@ -84,7 +85,7 @@ def measure(kernels: PackedKernels, batches: tuple[int, ...] = BATCHES) -> Tuned
     return {name: tuple(rows) for name, rows in found.items() if rows}
 
 
-def _calls(kernels: PackedKernels, batch: int) -> dict[str, list[Callable[[], Any]]]:
+def _calls(kernels: PackedKernels, batch: int) -> dict[str, list[Call]]:
     """The kernels of layer 0 on `SETS` sets of slots, phases spread evenly."""
     spec, device = kernels.spec, kernels.device
     size = int(kernels.layout.layer_bytes[0])
@@ -123,8 +124,8 @@ def _calls(kernels: PackedKernels, batch: int) -> dict[str, list[Callable[[], An
     return {"read": [partial(read, s) for s in slots], "fold": [partial(fold, s) for s in slots]}
 
 
-def _time(calls: list[Callable[[], Any]]) -> float:
-    """Median milliseconds of a graph that makes every call once."""
+def graph_time(calls: Sequence[Call], replays: int = 20) -> float:
+    """Median microseconds of one call, from replays of a graph that makes every call once."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -132,15 +133,15 @@ def _time(calls: list[Callable[[], Any]]) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    times = []
-    for _ in range(REPLAYS + 1):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(3):
+        graph.replay()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
+    for start, end in events:
         start.record()
         graph.replay()
         end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[1:])
+    torch.cuda.synchronize()
+    return statistics.median(s.elapsed_time(e) for s, e in events) * 1e3 / len(calls)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -93,3 +94,34 @@ def bytes_per_request(spec: KernelSpec) -> int:
     vectors = key_heads * (spec.key_dim * size + 2 * int8) + spec.num_heads * (spec.value_dim * size + 2 * int8)
     gates = 4 * spec.num_heads * (spec.key_dim if kda else 1 + entries)
     return entries * vectors + gates
+
+
+class WindowSteps:
+    """What kernels of every kind make of a read and a fold."""
+
+    spec: KernelSpec
+    read: Callable[..., Tensor]
+    fold: Callable[..., None]
+
+    def window_step(
+        self, layer: int, pages: Tensor, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+        A_log: Tensor, dt_bias: Tensor, scale: float, out: Tensor, buffers: WindowBuffers, rows: Tensor,
+        phases: Tensor, pending: Tensor, l2norm: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """One decode step with a write window: reads every token, folds the windows that it completes.
+
+        Args:
+            buffers: of this layer; rows: int32 `[B]`, the entry of each request in them.
+            phases: int32 `[B]`, each request's length mod W before this token.
+            pending: int32 `[B]`, its entries before this token, at most its phase. The caller counts: pending becomes 0
+                after a fold (phase W - 1) and grows by one otherwise. The other arguments are `step`'s.
+        """
+        token = (q, k, v, a, b, A_log, dt_bias, scale, out)
+        self.read(layer, pages, slots, *token, buffers, rows, phases, pending, l2norm)
+        self.fold(layer, pages, slots, buffers, rows, phases, pending, self.list_folds(phases))
+        return out
+
+    def list_folds(self, phases: Tensor) -> Tensor:
+        """What `fold` takes as `folds`: how many requests complete a window, and their places in the batch."""
+        full = (phases == self.spec.window - 1).nonzero().flatten().int()
+        return torch.cat([full.new_tensor([len(full)]), full, full.new_zeros(len(phases) - len(full))])
