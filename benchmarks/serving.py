@@ -3,9 +3,9 @@
     python benchmarks/serving.py OUT SELECTION... (jobs of serving_jobs.py by name; each a server in its own process;
     +12 among them: wait so many seconds before the next start, for kernels that the first ones compile)
 
-Plans and checkpoints lie under $SERVING_DIR: plans/gdn_6, models/tiny_gdn, ... Jobs run side by side, $SERVING_LIMIT
-seconds at most (150); those that measure time wait until all others have ended and then run one by one. Results go to
-OUT/<job>.json, logs beside them.
+Plans and checkpoints lie under $SERVING_DIR: plans/gdn_6, models/tiny_gdn, ... Jobs run side by side on the GPUs
+$SERVING_GPUS (0), $SERVING_LIMIT seconds at most (150); those that measure time wait until all others have ended and
+then run one by one. Results go to OUT/<job>.json, logs beside them.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def run_http(name: str, job: Job, out: Path, results: Results) -> None:
         del arguments["enable_multimodal"]  # SGLang has no flag to switch it off
     port = FIRST_PORT + list(JOBS).index(name)
     place, t = ROOT / "models" / job.model, time.time()
-    server = serving_http.start(job.http, place, ROOT / "plans" / job.plan, arguments, port, out / f"{name}.server.log")
+    plan, log = ROOT / "plans" / job.plan, out / f"{name}.server.log"
+    server = serving_http.start(job.http, place, plan, arguments, port, log, job.tune)
     try:
         started = server.wait(150)
         results.keep(started=started, start_s=round(time.time() - t, 1))
@@ -150,8 +151,7 @@ def environment_of(name: str, names: list[str], out: Path, gpu: int) -> dict[str
         found["CUDA_VISIBLE_DEVICES"] = str(gpu)
     for variable in ("STEPQUANT_PLAN", "STEPQUANT_ACCEPT"):
         found.pop(variable, None)
-    timed = "throughput" in job.tasks  # others start side by side, where no launch can be timed
-    found.update(job.environment, SERVING_JOBS=" ".join(names), STEPQUANT_TUNE=str(int(timed)))
+    found.update(job.environment, SERVING_JOBS=" ".join(names), STEPQUANT_TUNE=str(int(job.tune)))
     if serving_plugin.STEPS in job.environment:
         found[serving_plugin.STEPS] = str(out / f"{name}.steps")
     found["PYTHONPATH"] = os.pathsep.join([str(out / "plug"), str(Path(__file__).parent), found.get("PYTHONPATH", "")])
@@ -168,14 +168,14 @@ def main() -> None:
         return
     out, limit = Path(sys.argv[1]).resolve(), float(os.environ.get("SERVING_LIMIT", "150"))
     begun, running, names = time.time(), {}, [name for name in sys.argv[2:] if not name.startswith("+")]
-    gpus = int(os.environ.get("SERVING_GPUS", "1"))
+    gpus = [int(x) for x in os.environ.get("SERVING_GPUS", "0").split(",")]
     serving_plugin.install(out / "plug")
     for number, name in enumerate(sys.argv[2:]):
         if name.startswith("+"):
             time.sleep(float(name))
             continue
         running[name] = subprocess.Popen(
-            [sys.executable, __file__, "--job", name, str(out)], env=environment_of(name, names, out, number % gpus),
+            [sys.executable, __file__, "--job", name, str(out)], env=environment_of(name, names, out, gpus[number % len(gpus)]),
             stdout=(out / f"{name}.log").open("w"), stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         time.sleep(float(os.environ.get("SERVING_STAGGER", "0.5")))

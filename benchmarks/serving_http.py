@@ -13,11 +13,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 LIMIT = 60.0  # seconds that an answer may take
-STOPPING = 12  # seconds that the end may take
+STOPPING = 7  # seconds that the end may take
 
 
 class Server:
@@ -105,12 +106,16 @@ class Server:
 
     def stop(self) -> int | str:
         """End it as a service manager would; its exit code. SGLang looks every 5 s whether it may end; 0.5.12 keeps
-        requests that it refused for their length in its books and then never does."""
+        requests that it refused for their length in its books and then never does: what is left of it is killed."""
+        processes = descendants(self.process.pid)
         self.process.send_signal(signal.SIGTERM)
         try:
             return self.process.wait(STOPPING)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            for pid in processes:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.wait()
             waits = self.log.read_text(errors="replace").count("Gracefully exiting")
             return f"did not end within {STOPPING} s" + (", waiting for requests that it refused" if waits else "")
         finally:
@@ -151,13 +156,15 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def start(how: str, model: Path, plan: Path, arguments: Mapping[str, Any], port: int, log: Path) -> Server:
+def start(
+    how: str, model: Path, plan: Path, arguments: Mapping[str, Any], port: int, log: Path, tune: bool = False
+) -> Server:
     """Start a server with a plan: ``serve`` by `python -m stepquant.serve`, ``python`` by SGLang's own function."""
     given = {**arguments, "host": "127.0.0.1", "port": port, "skip_server_warmup": True}
     environment = dict(os.environ)
     if how == "serve":
         environment.pop("STEPQUANT_PLAN", None)
-        command = [sys.executable, "-m", "stepquant.serve", f"plan={plan}", "tune=false"]
+        command = [sys.executable, "-m", "stepquant.serve", f"plan={plan}", f"tune={str(tune).lower()}"]
         return Server([*command, "--", "--model-path", str(model), *flags(given)], port, environment, log)
     text = json.dumps({**given, "model_path": str(model)})
     return Server([sys.executable, __file__, "--server", str(port), text], port, environment, log)

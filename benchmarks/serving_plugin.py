@@ -4,6 +4,7 @@
 - SERVING_BREAK=N: the state of a request of N tokens becomes NaN after its prefill.
 - SERVING_ONE_GPU=nccl or host: tensor-parallel ranks share one GPU. NCCL refuses that of one host, so each rank calls
   itself another host; or all-reduce and all-gather go through the host with gloo.
+- SERVING_IN_PLACE=1: folds run on the forward's own stream, not beside the layers that follow.
 - SERVING_ONE_CONFIG=1: autotuned kernels take their first configuration (a cold Kimi prefill tunes for minutes).
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 STEPS, BREAK, ONE_GPU, ONE_CONFIG = "SERVING_STEPS", "SERVING_BREAK", "SERVING_ONE_GPU", "SERVING_ONE_CONFIG"
+IN_PLACE = "SERVING_IN_PLACE"
 
 
 def install(folder: Path) -> None:
@@ -38,6 +40,8 @@ def register() -> None:
         break_states(int(os.environ[BREAK]))
     if os.environ.get(ONE_GPU):
         share_one_gpu(os.environ[ONE_GPU])
+    if os.environ.get(IN_PLACE):
+        fold_in_place()
     if os.environ.get(ONE_CONFIG):
         one_config()
 
@@ -124,6 +128,19 @@ def break_states(length: int) -> None:
             torch.Tensor.index_fill_(self.pages, 0, self.to_break, 0x7F)  # 0x7f7f is a NaN in FP16
 
     SlotStore.begin_extend, SlotStore.extend_layer = begin_extend, extend_layer
+
+
+def fold_in_place() -> None:
+    """Packed pools without a stream for their folds."""
+    from stepquant.runtime.slots import SlotStore
+
+    build = SlotStore.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        self.aside = None
+
+    SlotStore.__init__ = init  # type: ignore[method-assign]
 
 
 def share_one_gpu(how: str) -> None:

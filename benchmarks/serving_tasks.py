@@ -139,7 +139,7 @@ def stress(engine: Any, requests: int = 200, seed: int = 3) -> dict[str, Any]:
     return {**counts, "seconds": round(seconds, 1), "probe_unchanged": before == after}
 
 
-def throughput(engine: Any, steps: Path, batches: Sequence[int] = (32, 128, 512), new: int = 256) -> dict[str, Any]:
+def throughput(engine: Any, steps: Path, batches: Sequence[int] = (32, 64, 128, 256, 512), new: int = 256) -> dict[str, Any]:
     """Decode throughput of a batch of the same prompt of 128 tokens, by the steps that the plugin writes to `steps`."""
     ranks = engine.server_args.tp_size
     found = {}
@@ -156,6 +156,18 @@ def throughput(engine: Any, steps: Path, batches: Sequence[int] = (32, 128, 512)
         found[str(batch)] = figures(runs[WARM_UPS:])
         print(f"RATE {batch} {json.dumps(found[str(batch)])}", flush=True)
     return found
+
+
+def fill(engine: Any, prompt: int = 64, new: int = 96) -> dict[str, Any]:
+    """More requests at once than the server says it runs; how many it did run is in its log (`#running-req`)."""
+    cap = int(server_figures(engine)["effective_max_running_requests"])
+    asked = cap + 64
+    begun = time.time()
+    answers = engine.generate(
+        input_ids=texts(asked, prompt, seed=11), sampling_params={**GREEDY, "max_new_tokens": new}
+    )
+    whole = sum(len(a["output_ids"]) == new for a in answers)
+    return {"cap": cap, "asked": asked, "whole": whole, "seconds": round(time.time() - begun, 1)}
 
 
 def broken(engine: Any, length: int = 1111, new: int = 40) -> dict[str, Any]:

@@ -86,15 +86,26 @@ def size_pool(available: int, arguments: PoolArguments, cost: SlotCost) -> PoolS
         cap, cap_set_by = arguments.max_running_requests, "--max-running-requests"
     if cap > MOST_REQUESTS:
         cap, cap_set_by = MOST_REQUESTS, "SGLang's own limit"
+    left = check_fit(available, slots if cap else 0, set_by, arguments.slots_per_request, cost)
+    return PoolSize(slots, set_by, cap, cap_set_by, slots * each + cost.fixed, left)
+
+
+def check_fit(available: int, slots: int, set_by: SetBy, slots_per_request: int, cost: SlotCost) -> int:
+    """Bytes that `slots` slots leave of `available`.
+
+    Raises:
+        InfeasibleError: with the arithmetic, where they do not fit or make less than one request.
+    """
+    each, budget = cost.per_slot(slots_per_request), available - cost.fixed
     left = budget - slots * each
-    if cap < 1 or left < 0:
+    if slots < slots_per_request or left < 0:
         raise InfeasibleError(
             f"{available / GIB:.2f} GiB less {cost.fixed / GIB:.2f} GiB for padding and workspace leaves "
             f"{budget / GIB:.2f} GiB; {slots} slots of {each:,} bytes ({set_by}) take {slots * each / GIB:.2f} GiB and "
-            f"{arguments.slots_per_request} of them make a request: raise --mem-fraction-static, or lower "
+            f"{slots_per_request} of them make a request: raise --mem-fraction-static, or lower "
             "--max-mamba-cache-size or --max-running-requests"
         )
-    return PoolSize(slots, set_by, cap, cap_set_by, slots * each + cost.fixed, left)
+    return left
 
 
 def slots_per_request(disable_radix_cache: bool, strategy: str, disable_overlap: bool) -> int:

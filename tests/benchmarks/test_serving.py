@@ -81,7 +81,7 @@ def test_throughput_is_that_of_the_longest_stretch_on_the_slowest_rank() -> None
 
 def test_jobs_name_tasks_that_exist() -> None:
     jobs, serving = module("serving_jobs").JOBS, module("serving")
-    known = {"score", "decode", "prefixes_on", "prefixes_off", "throughput", "broken", "stress"}
+    known = {"score", "decode", "prefixes_on", "prefixes_off", "throughput", "broken", "stress", "fill"}
     for name, job in jobs.items():
         if job.http is None:
             assert {task.split(":")[0] for task in job.tasks} <= known

@@ -88,7 +88,7 @@ def build(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -
     kernels = plan.kernels(self.device)
     if torch.device(self.device).type == "cuda" and os.environ.get(TUNE_VARIABLE) == "1":
         kernels.tuned = tuned_launches(kernels, current().directory)
-    store = SlotStore(plan.layout, kernels, self.size, requests, self.device)
+    store = new_store(plan, kernels, self.size, requests, self.device)
     setattr(self, STORE, store)
     dense = torch.Size((self.size + 1, heads, value_dim, key_dim))
     self.stepquant_layers = [PackedStates(store, i, dense) for i in range(plan.layout.num_layers)]
@@ -106,6 +106,25 @@ def build(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -
         f"of {fp32:,} ({fp32 / store.slot_bytes:.2f}x), window W={store.window}; at most {requests} running "
         f"requests, set by {capped}; {store.nbytes / GIB:.2f} GiB and {conv / GIB:.2f} GiB of convolution states"
     )
+
+
+def new_store(plan: RankPlan, kernels: Any, slots: int, requests: int, device: str) -> SlotStore:
+    """The packed pages and window buffers of a pool.
+
+    Raises:
+        BackendError: with the arithmetic, where the GPU has less left than the sizing was told.
+    """
+    try:
+        return SlotStore(plan.layout, kernels, slots, requests, device)
+    except torch.OutOfMemoryError:
+        pages, windows = (slots + 1) * plan.slot_bytes, (requests + 1) * plan.window_bytes
+        free = torch.cuda.mem_get_info(device)[0]
+        raise BackendError(
+            f"the packed pool did not fit on {device}: {slots} slots take {pages / GIB:.2f} GiB, window buffers of "
+            f"{requests} requests {windows / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free now, less than the sizing "
+            "found: end what else came onto this GPU, or lower --mem-fraction-static, --max-mamba-cache-size or "
+            "--max-running-requests"
+        ) from None
 
 
 def cap_set_by(report: Mapping[str, Any], requests: int) -> str:
@@ -162,13 +181,20 @@ def copy(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> 
     """
     source, target = [*args, *kwargs.values()]
     store = store_of(self)
-    stream = getattr(self, "stepquant_stream", None)
-    if stream is not None and stream != torch.cuda.current_stream():
-        torch.cuda.current_stream().wait_stream(stream)
+    after_forwards(self)
     result = original(self, *args, **kwargs)
     if store is not None:
         store.copy(source, target)
     return result
+
+
+def after_forwards(pool: Any) -> None:
+    """What the current stream is given from now on comes after all forwards so far, the folds of their writeback stream
+    included. With overlap scheduling SGLang handles slots on a stream of its own while a batch still runs, and a page
+    may not be folded, copied or read in the middle of that. The next forward waits for this stream in any case."""
+    stream = getattr(pool, "stepquant_stream", None)
+    if stream is not None and stream != torch.cuda.current_stream():
+        torch.cuda.current_stream().wait_stream(stream)
 
 
 def save(original: Callable[..., Any], self: Any, indices: Any) -> Any:
@@ -176,6 +202,7 @@ def save(original: Callable[..., Any], self: Any, indices: Any) -> Any:
     store = store_of(self)
     if store is None:
         return original(self, indices)
+    after_forwards(self)
     slots = torch.as_tensor(indices, device=store.device)
     return HostCopy(original(self, indices), store.save(slots))
 
@@ -187,6 +214,7 @@ def load(original: Callable[..., Any], self: Any, mamba_cache_cpu: Any, indices:
         return original(self, mamba_cache_cpu, indices)
     if not isinstance(mamba_cache_cpu, HostCopy):
         raise BackendError(f"a host copy of type {type(mamba_cache_cpu).__name__} holds no packed pages")
+    after_forwards(self)
     original(self, mamba_cache_cpu.native, indices)
     store.load(mamba_cache_cpu.packed, torch.as_tensor(indices, device=store.device))
     return None
@@ -210,12 +238,13 @@ def checkpoint(original: Callable[..., Any], self: Any, req: Any, *args: Any, **
 
 def _settle(cache: Any, req: Any, done: bool) -> None:
     """Fold a request's pending tokens into its slot, and take its window row if it is done."""
-    store = store_of(getattr(cache.req_to_token_pool, "mamba_pool", None))
-    slot = req
+    pool = getattr(cache.req_to_token_pool, "mamba_pool", None)
+    store, slot = store_of(pool), req
     for name in current().version.request:
         slot = getattr(slot, name, None)
     if store is None or store.window == 1 or slot is None:
         return
+    after_forwards(pool)
     if done:
         store.release(slot.reshape(1))
     else:

@@ -12,7 +12,7 @@ from stepquant.memory import GIB
 from stepquant.runtime.load import RankPlan
 from stepquant.runtime.sglang.hooks import MARK
 from stepquant.runtime.sglang.state import WORKSPACE_STATES, current, local_plan
-from stepquant.runtime.sizing import SlotCost
+from stepquant.runtime.sizing import SetBy, SlotCost, check_fit
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,11 @@ def asked(runner: Any, name: str) -> Any:
 
 
 def size_states(original: Callable[..., float], self: Any, total_rest_memory: float) -> float:
-    """`handle_max_mamba_cache`: SGLang's own rules, with what is charged once taken off first. GiB in and out."""
+    """`handle_max_mamba_cache`: SGLang's own rules, with what is charged once taken off first. GiB in and out.
+
+    Raises:
+        InfeasibleError: with the arithmetic, where the slots do not fit; SGLang would find that out layers later.
+    """
     config = self.mambaish_config
     state = current()
     state.slots_per_request = int(self._calculate_mamba_ratio())
@@ -73,12 +77,14 @@ def size_states(original: Callable[..., float], self: Any, total_rest_memory: fl
     cost = slot_cost(local_plan(), conv_bytes(params))
     left = original(self, total_rest_memory - cost.fixed / GIB)
     slots = int(asked(self, "max_mamba_cache_size"))
+    set_by: SetBy
     if explicit:
         set_by = "--max-mamba-cache-size"
     elif state.slots_per_request == 1 and running is not None:
         set_by = "--max-running-requests"
     else:
         set_by = "--mamba-full-memory-ratio"
+    check_fit(int(total_rest_memory * GIB), slots, set_by, state.slots_per_request, cost)
     dense = 4 * local_plan().plan.geometry.elements // local_plan().size
     cap = slots // state.slots_per_request
     state.report.update(
