@@ -2,8 +2,8 @@
 
     python -m benchmarks.full_gpu OUT.json [GIB ...]
 
-For each GIB (0.3 0.8 1.5) this process takes the GPU's memory but for so much, then compiles the built-in GDN model there
-in a process of its own. A compile that fits ends the list; what failed goes on where it stopped, as for a user.
+For each GIB (0.3 0.8 1.5) this process takes the GPU's memory but for so much, then compiles the built-in GDN model
+there in a process of its own. A compile that fits ends the list; what failed goes on where it stopped, as for a user.
 """
 
 from __future__ import annotations

@@ -174,8 +174,9 @@ def main() -> None:
         if name.startswith("+"):
             time.sleep(float(name))
             continue
+        environment = environment_of(name, names, out, gpus[number % len(gpus)])
         running[name] = subprocess.Popen(
-            [sys.executable, __file__, "--job", name, str(out)], env=environment_of(name, names, out, gpus[number % len(gpus)]),
+            [sys.executable, __file__, "--job", name, str(out)], env=environment,
             stdout=(out / f"{name}.log").open("w"), stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         time.sleep(float(os.environ.get("SERVING_STAGGER", "0.5")))

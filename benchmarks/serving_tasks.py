@@ -14,6 +14,7 @@ import numpy as np
 from serving_steps import RUNS, WARM_UPS, figures, read_segments, run_figures
 
 VOCABULARY = 320
+BATCHES = (32, 64, 128, 256, 512)  # the paper's
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
@@ -139,7 +140,7 @@ def stress(engine: Any, requests: int = 200, seed: int = 3) -> dict[str, Any]:
     return {**counts, "seconds": round(seconds, 1), "probe_unchanged": before == after}
 
 
-def throughput(engine: Any, steps: Path, batches: Sequence[int] = (32, 64, 128, 256, 512), new: int = 256) -> dict[str, Any]:
+def throughput(engine: Any, steps: Path, batches: Sequence[int] = BATCHES, new: int = 256) -> dict[str, Any]:
     """Decode throughput of a batch of the same prompt of 128 tokens, by the steps that the plugin writes to `steps`."""
     ranks = engine.server_args.tp_size
     found = {}
