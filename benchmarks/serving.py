@@ -4,8 +4,8 @@
     +12 among them: wait so many seconds before the next start, for kernels that the first ones compile)
 
 Plans and checkpoints lie under $SERVING_DIR: plans/gdn_6, models/tiny_gdn, ... Jobs run side by side on the GPUs
-$SERVING_GPUS (0), $SERVING_LIMIT seconds at most (150); those that measure time wait until all others have ended and
-then run one by one. Results go to OUT/<job>.json, logs beside them.
+$SERVING_GPUS (0; 0,1 in turn), $SERVING_LIMIT seconds at most (150); those that measure time wait until all others have
+ended and then run one by one on each GPU. Results go to OUT/<job>.json, logs beside them.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def run_job(name: str, out: Path) -> None:
 @contextmanager
 def quiet(name: str, out: Path) -> Iterator[None]:
     """Nothing else runs on the GPU: all jobs that measure no time have ended, all that do have started, those named
-    before have measured, and none ends before all have."""
+    before on the same GPU have measured, and none ends before all have."""
     (out / f"{name}.ready").touch()
     _await(out / f"{name}.turn")
     yield
@@ -137,11 +137,19 @@ def _await(path: Path) -> None:
         time.sleep(0.2)
 
 
-def take_turns(running: list[str], out: Path) -> None:
-    """Let the first job that waits to measure go, once all that run have come so far; all of them end together."""
+def take_turns(running: dict[str, int], out: Path) -> None:
+    """Once all that run wait to measure: the first on every GPU goes. All of them end together.
+
+    Args:
+        running: jobs and their GPUs.
+    """
     if all((out / f"{name}.ready").exists() for name in running):
         left = [name for name in running if not (out / f"{name}.measured").exists()]
-        (out / (f"{left[0]}.turn" if left else "over")).touch()
+        first = {running[name]: name for name in reversed(left)}
+        for name in first.values():
+            (out / f"{name}.turn").touch()
+        if not left:
+            (out / "over").touch()
 
 
 def environment_of(name: str, names: list[str], out: Path, gpu: int) -> dict[str, str]:
@@ -167,14 +175,16 @@ def main() -> None:
         run_job(sys.argv[2], Path(sys.argv[3]))
         return
     out, limit = Path(sys.argv[1]).resolve(), float(os.environ.get("SERVING_LIMIT", "150"))
-    begun, running, names = time.time(), {}, [name for name in sys.argv[2:] if not name.startswith("+")]
+    begun, names = time.time(), [name for name in sys.argv[2:] if not name.startswith("+")]
+    running: dict[str, subprocess.Popen[bytes]] = {}
     gpus = [int(x) for x in os.environ.get("SERVING_GPUS", "0").split(",")]
     serving_plugin.install(out / "plug")
-    for number, name in enumerate(sys.argv[2:]):
+    places = {name: gpus[number % len(gpus)] for number, name in enumerate(names)}
+    for name in sys.argv[2:]:
         if name.startswith("+"):
             time.sleep(float(name))
             continue
-        environment = environment_of(name, names, out, gpus[number % len(gpus)])
+        environment = environment_of(name, names, out, places[name])
         running[name] = subprocess.Popen(
             [sys.executable, __file__, "--job", name, str(out)], env=environment,
             stdout=(out / f"{name}.log").open("w"), stderr=subprocess.STDOUT, start_new_session=True,
@@ -183,7 +193,7 @@ def main() -> None:
     while running and time.time() - begun < limit:
         for name in [n for n, p in running.items() if p.poll() is not None]:
             print(f"[{time.time() - begun:.0f} s] {name} ended with {running.pop(name).returncode}", flush=True)
-        take_turns(list(running), out)
+        take_turns({name: places[name] for name in running}, out)
         time.sleep(0.5)
     for name, process in running.items():
         print(f"[{time.time() - begun:.0f} s] {name} stopped at the limit", flush=True)

@@ -26,6 +26,8 @@ FAST = {
 TP = {
     **OFF, "tp_size": 2, "disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True,
 }  # fmt: skip
+# SGLang would refuse two ranks on GPUs of which one has less memory free, beside other jobs.
+SHARED_GPUS = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
 SMALLEST = {"max_mamba_cache_size": 3, "max_running_requests": 1, "max_total_tokens": 2048}
 STORM = {"max_mamba_cache_size": 40, "max_running_requests": 8, "max_total_tokens": 2560}
 
@@ -71,7 +73,7 @@ def _sized(plan: str | None) -> Job:
 
 def _tp(arguments: dict[str, Any], one_gpu: str = "", plan: str | None = "gdn_6") -> Job:
     """Two ranks, of the checkpoint with two heads in its vision tower; on one GPU in one of `serving_plugin`'s ways."""
-    environment = {"SERVING_ONE_GPU": one_gpu} if one_gpu else {}
+    environment = {"SERVING_ONE_GPU": one_gpu} if one_gpu else SHARED_GPUS
     return Job("tiny_gdn_tp", plan, arguments, ("decode",), environment=environment, accept="any_checkpoint")
 
 
@@ -85,13 +87,13 @@ JOBS: dict[str, Job] = {
     "gdn_6_w1": _gdn("gdn_6_w1", OFF, "decode"),
     "gdn_6_tp2": _tp(TP),
     "gdn_fp32_tp2": _tp(TP, plan=None),
-    "kda_6_tp2": _kda("kda_6", TP, "decode"),
+    "kda_6_tp2": _kda("kda_6", TP, "decode", environment=SHARED_GPUS),
     "gdn_6_tp2_nccl": _tp(TP, "nccl"),
     "gdn_6_tp2_host": _tp({**TP, "disable_cuda_graph": True}, "host"),
     "gdn_6_no_buffer": _gdn("gdn_6", SMALL, "prefixes_on", "broken", "stress", environment=_BREAK),
     "gdn_6_extra_buffer": _gdn("gdn_6", {**SMALL, **EXTRA}, "prefixes_on", "broken", "stress", environment=_BREAK),
     "gdn_6_w1_extra_buffer_stress": _gdn("gdn_6_w1", {**SMALL, **EXTRA}, "stress"),
-    "kda_fp32": _kda(None, OFF, "decode", "score:kda_fp32,kda_8,kda_6"),
+    "kda_fp32": _kda(None, OFF, "decode", "score:kda_fp32,kda_8,kda_6,kda_6_tp2"),
     "kda_8": _kda("kda_8", OFF, "decode"),
     "kda_6": _kda("kda_6", OFF, "decode"),
     "kda_6_w1_http": _kda("kda_6_w1", {**OFF, "enable_metrics": True}, "requests", http="serve"),

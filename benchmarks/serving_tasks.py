@@ -150,7 +150,7 @@ def throughput(engine: Any, steps: Path, batches: Sequence[int] = BATCHES, new: 
             before = [len(read_segments(Path(f"{steps}.{rank}"))) for rank in range(ranks)]
             engine.generate(input_ids=prompts, sampling_params={**GREEDY, "max_new_tokens": new})
             engine.generate(input_ids=prompts[0], sampling_params={**GREEDY, "max_new_tokens": 1})  # ends the run
-            time.sleep(0.3)
+            time.sleep(0.1)  # the steps are on their way to the file
             runs.append([
                 run_figures(read_segments(Path(f"{steps}.{rank}"))[before[rank] :], batch) for rank in range(ranks)
             ])  # fmt: skip

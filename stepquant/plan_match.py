@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepquant.errors import ArtifactError
 
 if TYPE_CHECKING:
+    from stepquant.geometry import Geometry
     from stepquant.plan import LayoutPlan
 
 _NO_FORMAT = ("synthetic", "unknown")  # plans made without a checkpoint
@@ -39,8 +42,8 @@ def check_checkpoint(
     geometry = geometry_from_config(config)
     if geometry != plan.geometry:
         raise ArtifactError(
-            f"{where} is for {plan.geometry.model_type} states {list(plan.bits.shape)}, {path} is a "
-            f"{geometry.model_type} with {geometry.num_delta_layers} delta-rule layers of {geometry.num_heads} heads"
+            f"{where} is for a {plan.geometry.model_type} with states {list(plan.bits.shape)}, {path} is another "
+            f"{geometry.model_type}: {', '.join(_differences(plan.geometry, geometry))}; compile a plan for it"
         )
     found = weight_format(config)
     if plan.weight_format not in (found, *_NO_FORMAT):
@@ -58,3 +61,11 @@ def check_checkpoint(
             f"{where} was made for a checkpoint with fingerprint {plan.fingerprint[:23]}, {path} has {digest[:23]}; a "
             "plan belongs to its weights: compile for these, or say any_checkpoint=true"
         )
+
+
+def _differences(expected: Geometry, found: Geometry) -> Iterator[str]:
+    """What differs between two geometries, in words."""
+    for field in fields(expected):
+        ours, theirs = getattr(expected, field.name), getattr(found, field.name)
+        if ours != theirs:
+            yield f"{field.name} {theirs} (the plan: {ours})"

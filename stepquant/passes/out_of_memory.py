@@ -59,8 +59,9 @@ def told(doing: str, demand: Callable[[], object]) -> Iterator[None]:
     """
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
-        if (place := out_of_memory(error)) is None:
+    except (MemoryError, RuntimeError, ModelError) as error:
+        cause = error.__cause__ if isinstance(error, ModelError) else error  # that a checkpoint could not be loaded
+        if cause is None or (place := out_of_memory(cause)) is None:
             raise
         raise BackendError(f"out of memory in {doing}: {place}; {demand()}") from error
 
@@ -94,8 +95,8 @@ def _gpu(text: str) -> str:
     if found := _FREE.search(text):
         index, total, free = int(found[1]), float(found[2]) * _UNITS[found[3]], float(found[4]) * _UNITS[found[5]]
     elif torch.cuda.is_available():
-        index = torch.cuda.current_device()
         with contextlib.suppress(RuntimeError):  # a device that is out of memory may refuse to say so
+            index = torch.cuda.current_device()
             free, total = torch.cuda.mem_get_info(index)
     if free is None:
         return "the GPU"

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,46 @@ def test_throughput_is_that_of_the_longest_stretch_on_the_slowest_rank() -> None
     found = steps.figures([[run, slow], [fast, run], [run, fast]])
     assert found["runs_tokens_per_s"] == [1000, 2000, 2000]
     assert found["tokens_per_s"] == 2000
+
+
+def test_jobs_measure_one_by_one_on_each_gpu(tmp_path: Path) -> None:
+    turns, running = module("serving").take_turns, {"a": 0, "b": 1, "c": 0}
+    (tmp_path / "a.ready").touch()
+    (tmp_path / "b.ready").touch()
+    turns(running, tmp_path)
+    assert not list(tmp_path.glob("*.turn"))  # c is still starting
+    (tmp_path / "c.ready").touch()
+    turns(running, tmp_path)
+    assert {path.name for path in tmp_path.glob("*.turn")} == {"a.turn", "b.turn"}
+    (tmp_path / "a.measured").touch()
+    turns(running, tmp_path)
+    assert (tmp_path / "c.turn").exists()
+    for name in ("b", "c"):
+        assert not (tmp_path / "over").exists()
+        (tmp_path / f"{name}.measured").touch()
+        turns(running, tmp_path)
+    assert (tmp_path / "over").exists()
+
+
+def test_a_server_that_does_not_end_is_killed_with_its_processes(tmp_path: Path, monkeypatch: Any) -> None:
+    http = module("serving_http")
+    monkeypatch.setattr(http, "STOPPING", 0.5)
+    program = (
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('Gracefully exiting', flush=True))\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(child.pid, flush=True)\n"
+        "while True: time.sleep(60)\n"
+    )
+    server = http.Server([sys.executable, "-c", program], 0, os.environ, tmp_path / "log")
+    while not (tmp_path / "log").read_text().strip():
+        time.sleep(0.05)
+    child = Path(f"/proc/{(tmp_path / 'log').read_text().strip()}")
+    assert server.stop() == "did not end within 0.5 s, waiting for requests that it refused"
+    end = time.time() + 10
+    while child.exists() and child.joinpath("stat").read_text().split()[2] != "Z":
+        assert time.time() < end
+        time.sleep(0.05)
 
 
 def test_jobs_name_tasks_that_exist() -> None:
@@ -154,25 +195,3 @@ def test_steps_are_written_in_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = module("serving_steps").read_segments(tmp_path / "steps.1")
     assert len(found) == 1
     assert (found[0]["batch"], found[0]["interval_ms"], found[0]["forward_ms"]) == ([4, 0], [2.0, 2.0], [1.0, 1.0])
-
-
-def test_jobs_that_measure_take_turns_once_all_others_have_ended(tmp_path: Path) -> None:
-    serving = module("serving")
-
-    def files() -> set[str]:
-        return {path.name for path in tmp_path.iterdir()}
-
-    (tmp_path / "a.ready").touch()
-    serving.take_turns(["a", "b", "slow"], tmp_path)
-    (tmp_path / "b.ready").touch()
-    serving.take_turns(["a", "b", "slow"], tmp_path)
-    assert files() == {"a.ready", "b.ready"}
-    serving.take_turns(["a", "b"], tmp_path)
-    assert files() == {"a.ready", "b.ready", "a.turn"}
-    (tmp_path / "a.measured").touch()
-    serving.take_turns(["a", "b"], tmp_path)
-    assert "b.turn" in files()
-    assert "over" not in files()
-    (tmp_path / "b.measured").touch()
-    serving.take_turns(["a", "b"], tmp_path)
-    assert "over" in files()

@@ -7,10 +7,11 @@ import re
 
 import pytest
 import torch
+import transformers
 
 from stepquant.compile import main as compile_command
 from stepquant.config import compose_recipe
-from stepquant.errors import BackendError
+from stepquant.errors import BackendError, ModelError
 from stepquant.evaluate import main as evaluate_command
 from stepquant.evaluation import drift
 from stepquant.models import adapter
@@ -68,7 +69,10 @@ def undisturbed(tmp_path_factory):
 
 # step: where it fails (call counted from 1), what the line says of shares and settings, the setting to go on with
 STEPS = {
-    "load": (adapter, "load_model", 1, r"loading the model: .*weights took .+iB; set model\.loading=layerwise", {}),
+    "load": (
+        transformers.AutoModelForCausalLM, "from_pretrained", 1,  # whose errors the adapter puts in its own words
+        r"loading the model: .*weights took .+iB; set model\.loading=layerwise", {},
+    ),
     "trace": (
         context_module, "chunked_delta_rule", 15,  # in the second batch of 12 calls
         rf"trace \(.*data\.batch=2 x data\.length=64 tokens took {2 * 64 * LAYER / 2**20:.2f} MiB for one layer's q, "
@@ -153,6 +157,16 @@ def test_what_was_needed_and_what_was_free(error, says):
     found = out_of_memory(error)
     assert (found is None) == (says is None)
     assert says is None or re.match(says, found), found
+
+
+def test_a_full_gpu_as_torch_says_it_in_many_lines_is_one_line():
+    """What an H200 said to the first tensor of a model, of whose 0.3 GiB CUDA itself had taken all."""
+    says = "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported.\nCompile with ..."
+    recipe = compose_recipe(MODEL)
+    telling = explain_memory(Context.open(recipe), "load", "loading the model")
+    with pytest.raises(BackendError, match="in loading the model: more was needed on the GPU") as found, telling:
+        raise ModelError(f"transformers cannot load x: AcceleratorError: {says}") from RuntimeError(says)
+    assert "\n" not in str(found.value)
 
 
 def test_another_error_is_left_as_it_is():

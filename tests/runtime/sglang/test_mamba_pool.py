@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stepquant.codec.packed import PackedCodec
-from stepquant.errors import BackendError
+from stepquant.errors import BackendError, InfeasibleError
 from stepquant.geometry import Geometry
 from stepquant.plan import LayoutPlan, WindowSpec
 from stepquant.runtime.load import RankPlan
@@ -295,3 +295,18 @@ def test_sizing_charges_what_is_fixed_and_fills_the_rest_with_packed_slots(pools
     assert slots > 1.8 * dense_slots  # convolution states and windows weigh much beside states this small
     assert left * 2**30 == pytest.approx(expected.left_bytes, rel=1e-3)
     assert (state.report["set_by"], state.report["state_cap"]) == ("--mamba-full-memory-ratio", slots // 3)
+
+
+@pytest.mark.parametrize(("asked", "says"), [(40_000_000, "--max-mamba-cache-size"), (2, "3 of them make a request")])
+def test_slots_that_do_not_fit_are_refused_with_the_arithmetic(
+    asked: int, says: str, pools: tuple[str, Any, Any]
+) -> None:
+    version, _, _ = pools
+    state = state_of(version)
+    state.plans[0, 1] = rank_plan()
+    activate(state)
+    runner = Runner()
+    sizing.install_slot_bytes(state.version.state_params)
+    runner.server_args.max_mamba_cache_size = asked
+    with pytest.raises(InfeasibleError, match=rf"2\.00 GiB less .* {asked} slots of .*{says}.* lower"):
+        sizing.size_states(lambda self, rest: rest, runner, 2.0)

@@ -97,7 +97,9 @@ def test_another_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"nowhere was made for a checkpoint with fingerprint .* any_checkpoint="):
         check_checkpoint(copy, plan_of())
     check_checkpoint(copy, plan_of(), any_checkpoint=True)
-    with pytest.raises(ArtifactError, match=r"nowhere is for qwen3_5_text states .* is a kimi_linear with"):
+    with pytest.raises(
+        ArtifactError, match=r"nowhere is for a qwen3_5_text .* another kimi_linear: family kda \(the plan: gdn\)"
+    ):
         check_checkpoint(tiny_model_path("tiny_kda"), plan_of(), any_checkpoint=True)
     with pytest.raises(ArtifactError, match=r"made for awq weights, .* holds unquantised ones.*any_weight_format="):
         check_checkpoint(MODEL, plan_of(weight_format="awq"), any_checkpoint=True)
@@ -111,7 +113,7 @@ def test_a_synthetic_plan_is_served_only_when_forced() -> None:
     with pytest.raises(BackendError, match=r"is synthetic .* force=true"):
         check_checkpoint(MODEL, plan, any_checkpoint=True)
     check_checkpoint(MODEL, plan, force=True)
-    with pytest.raises(ArtifactError, match="is for qwen3_5_text states"):
+    with pytest.raises(ArtifactError, match="is for a qwen3_5_text with states"):
         check_checkpoint(tiny_model_path("tiny_kda"), plan, force=True)
 
 
