@@ -62,9 +62,11 @@ def _kda(plan: str | None, arguments: dict[str, Any], *tasks: str, **more: Any) 
     return Job("tiny_kda512", plan, arguments, tasks, **more)
 
 
-def _fast(plan: str | None, tune: bool = False, environment: dict[str, str] | None = None, **more: Any) -> Job:
+def _fast(
+    plan: str | None, model: str = "qwen8l", tune: bool = False, environment: dict[str, str] | None = None, **more: Any
+) -> Job:
     environment = {"SERVING_STEPS": "1", **(environment or {})}
-    return Job("qwen8l", plan, {**FAST, **more}, ("throughput",), None, environment, "force", tune)
+    return Job(model, plan, {**FAST, **more}, ("throughput",), None, environment, "force", tune)
 
 
 def _sized(plan: str | None) -> Job:
@@ -111,4 +113,6 @@ JOBS: dict[str, Job] = {
     "fast_6_tuned": _fast("qwen_6", tune=True),
     "fast_6_in_place": _fast("qwen_6", environment={"SERVING_IN_PLACE": "1"}),
     "fast_4": _fast("qwen_4"),
+    "deep_fp32": _fast(None, "qwen24l"),
+    "deep_6": _fast("qwen24_6", "qwen24l"),
 }  # fmt: skip

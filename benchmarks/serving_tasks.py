@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import numpy as np
 from serving_steps import RUNS, WARM_UPS, figures, read_segments, run_figures
 
 VOCABULARY = 320
-BATCHES = (32, 64, 128, 256, 512)  # the paper's
+BATCHES = tuple(int(x) for x in os.environ.get("SERVING_BATCHES", "32,64,128,256,512").split(","))  # the paper's
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
