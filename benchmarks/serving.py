@@ -5,7 +5,8 @@
 
 Plans and checkpoints lie under $SERVING_DIR: plans/gdn_6, models/tiny_gdn, ... Jobs run side by side on the GPUs
 $SERVING_GPUS (0; 0,1 in turn), $SERVING_LIMIT seconds at most (150); those that measure time wait until all others have
-ended and then run one by one on each GPU, at $SERVING_BATCHES (32,64,128,256,512). Results go to OUT/<job>.json, logs beside them.
+ended and then run one by one on each GPU, at $SERVING_BATCHES (32,64,128,256,512). Results go to OUT/<job>.json, logs
+beside them.
 """
 
 from __future__ import annotations
