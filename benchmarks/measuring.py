@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from stepquant.evaluation.drift import DriftRun, VariantResult
 from stepquant.evaluation.streams import load_streams
@@ -40,14 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser, streams: int) -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes of one thread on a CPU")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--cache", default="~/.cache/stepquant")
+    parser.add_argument("--commit", default="", help="of the code, for the record")
 
 
-def recipe(family: str, bits: float, args: argparse.Namespace, **sections: dict[str, Any]) -> Recipe:
-    """A recipe of a built-in model; `sections` as they stand in a recipe."""
+def recipe(family: str, bits: float, args: argparse.Namespace, **keys: Any) -> Recipe:
+    """A recipe of a built-in model; `keys` as they stand in a recipe."""
     return Recipe.from_config({
         "name": f"{family}_{bits}", "model": {"path": f"builtin:tiny_{family}", "device": args.device},
         "budget": {"bits": bits}, "pivots": {"count": PIVOTS[family]}, "cache": {"dir": args.cache},
-        "data": {"segments": args.segments}, **sections,
+        "data": {"segments": args.segments}, **keys,
     })  # fmt: skip
 
 
@@ -94,6 +97,7 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
     """Where and on what a study ran."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() and args.device != "cpu" else "cpu"
     return {
-        "device": device, "torch": torch.__version__, "streams": args.streams, "prefill": args.prefill,
+        "device": device, "torch": torch.__version__, "transformers": transformers.__version__,
+        "python": platform.python_version(), "commit": args.commit, "streams": args.streams, "prefill": args.prefill,
         "decode": args.decode, "segments": args.segments,
     }  # fmt: skip

@@ -1,17 +1,16 @@
-"""Bits against write window: KL of every pair, what the buffers' dtype costs, and whether a long run stays accurate.
+"""Bits against write window: KL of every pair, and what the buffers' dtype costs.
 
     python -m benchmarks.windows                    # both built-in models
     python -m benchmarks.windows --draw             # only draw the figure from the kept results
 
 For each model:
 
-- plans of 3 to 8 bits at W = 1 to 16 by the default method, the paper's method at 4 and 6 bits, a BF16 state; all on
+- plans of 3 to 8 bits at W = 1 to 16 by the default method, `method=paper` at 4 and 6 bits, a BF16 state; all on
   the same held-out streams, with bits a state value counted with the buffers of one running request spread over one
   and over five slots;
-- at W = 8, buffers of FP32, FP16, BF16 and INT8;
-- one long run, 4 bits at W = 8: KL of the last thousand tokens against that of the first ten thousand.
+- at W = 8, buffers of FP32, FP16, BF16 and INT8.
 
-Writes results/windows.json after every part, results/windows.md and results/windows.svg.
+Writes results/windows.json after every model, results/windows.md and results/windows.svg.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring import about, add_arguments, measure, open_run, recipe, solve
+from benchmarks.measuring import about, add_arguments, measure, recipe, solve
 from stepquant.evaluation.drift import VariantResult
 from stepquant.evaluation.metrics import Interval, paired_ratio
 from stepquant.evaluation.variants import Variant, from_plan, named_variant
@@ -34,7 +33,6 @@ from stepquant.plan import LayoutPlan, WindowSpec
 HERE = Path(__file__).resolve().parent
 BITS, WINDOWS = (3, 4, 5, 6, 8), (1, 2, 4, 8, 16)
 BUFFERS = ("fp32", "fp16", "bf16", "int8")
-FIRST, LAST = 10_000, 1_000
 
 
 def plan_of(family: str, bits: float, window: int, args: argparse.Namespace) -> LayoutPlan:
@@ -51,7 +49,7 @@ def effective_bits(variant: Variant, slots: int) -> float:
 
 def grid(family: str, args: argparse.Namespace) -> dict[str, Any]:
     """KL of every (bits, W), the references, and the buffers' dtypes."""
-    paper = {f"paper @ {b}": solve(recipe(family, b, args))[0] for b in (6, 4)}
+    paper = {f"paper @ {b}": solve(recipe(family, b, args, method="paper"))[0] for b in (6, 4)}
     plans = {(b, w): plan_of(family, b, w, args) for w in WINDOWS for b in BITS}
     variants = [from_plan(plan, name) for name, plan in paper.items()]
     variants.append(named_variant("bf16", paper["paper @ 6"]))
@@ -90,21 +88,6 @@ def better(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a["method"] == "grid" and a["effective_bits_5"] <= b["effective_bits_5"] and a["kl_all"] < b["kl_all"]
 
 
-def long_run(family: str, args: argparse.Namespace) -> dict[str, Any]:
-    """KL along one long decode at 4 bits, W = 8."""
-    run = open_run(family, args, streams=args.long_streams, prefill=512, decode=args.long_decode)
-    variant = from_plan(plan_of(family, 4, 8, args), "4 bits, W = 8")
-    kl = run.evaluate([variant])[0].figures.kl.double()
-    step = max(args.long_decode // 32, 1)
-    early = kl[:, :FIRST].mean(1)
-    ratio = paired_ratio(kl[:, -LAST:].mean(1), early)
-    return {
-        "tokens": args.long_decode, "streams": args.long_streams, "kl_first": float(early.mean()),
-        "kl_last": float(kl[:, -LAST:].mean()), "ratio": ratio.mean, "ratio_ci": interval(ratio),
-        "every": step, "kl": [float(part.mean()) for part in kl.split(step, 1)],
-    }  # fmt: skip
-
-
 def table(models: list[dict[str, Any]]) -> str:
     """KL by bits and W as Markdown; the Pareto front is bold."""
     lines = []
@@ -126,12 +109,6 @@ def table(models: list[dict[str, Any]]) -> str:
             base = found[f"{bits} bits, W = 8, fp32"]["kl_all"]
             kls = [found[f"{bits} bits, W = 8, {d}"]["kl_all"] for d in BUFFERS]
             lines.append(f"| {bits} bits | " + " | ".join(f"{kl:.2e} ({kl / base - 1:+.1%})" for kl in kls) + " |")
-        if "long_run" in model:
-            run = model["long_run"]
-            low, high = run["ratio_ci"] or (float("nan"),) * 2
-            lines += ["", f"{run['tokens']:,} tokens at 4 bits, W = 8, {run['streams']} streams: KL "
-                      f"{run['kl_first']:.2e} over the first {FIRST:,}, {run['kl_last']:.2e} over the last {LAST:,}, "
-                      f"{run['ratio']:.2f}x ({low:.2f} to {high:.2f})"]  # fmt: skip
         lines.append("")
     return "\n".join(lines)
 
@@ -167,8 +144,6 @@ def draw(models: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, streams=8)
-    parser.add_argument("--long-streams", type=int, default=4)
-    parser.add_argument("--long-decode", type=int, default=32_768, help="tokens of the long run; 0 leaves it out")
     parser.add_argument("--draw", action="store_true", help="draw the kept results and measure nothing")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "windows.json")
     args = parser.parse_args()
@@ -181,9 +156,6 @@ def main() -> None:
     for family in args.models:
         models.append(grid(family, args))
         write_json(args.out, {"about": about(args), "models": models})
-        if args.long_decode:
-            models[-1]["long_run"] = long_run(family, args)
-            write_json(args.out, {"about": about(args), "models": models})
         print(table(models[-1:]), flush=True)
 
 
