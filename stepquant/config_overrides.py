@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -13,9 +14,12 @@ from stepquant import recipe_rules as rules
 from stepquant.errors import RecipeError
 from stepquant.recipe import flatten
 
+# reuse=build/qwen_6bit/budget.bits=4: Hydra takes no "=" in a value without quotes.
+_PATH = re.compile(r"([\w.@/]+)=([\w./~@%+:-]+(?:=[\w./~@%+:-]*)+)")
+
 
 def parse(parser: OverridesParser, text: str) -> Override:
-    """One override; KEY=VALUE in Hydra's grammar.
+    """One override; KEY=VALUE in Hydra's grammar. A path needs no quotes for the "=" of a sweep's directory.
 
     Raises:
         RecipeError: it is none.
@@ -23,6 +27,8 @@ def parse(parser: OverridesParser, text: str) -> Override:
     try:
         return parser.parse_overrides([text])[0]
     except HydraException:
+        if found := _PATH.fullmatch(text):
+            return parser.parse_overrides([f"{found[1]}='{found[2]}'"])[0]
         raise RecipeError(
             f"override {text!r} cannot be read; expected KEY=VALUE, with lists as [4,6,8] and quotes around other marks"
         ) from None

@@ -178,7 +178,7 @@ def layer_table(summary: dict[str, Any]) -> Table:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse arguments and print; return the exit code."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse_intermixed_args(argv)  # A --json B: the second plan may follow an option
     return exit_code(lambda: show(args, plain_console()))
 
 

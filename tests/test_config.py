@@ -50,6 +50,20 @@ def test_shipped_recipes_compose(name):
     assert made.replace({"method": "paper"}).select(*PAPER_PINS) == PAPER_PINS
 
 
+@pytest.mark.parametrize("key", ["reuse", "output"])
+def test_a_path_with_equals_signs_needs_no_quotes(key, capsys):
+    """Sweeps write to build/NAME/budget.bits=4, which is then given to the next command."""
+    place = "build/qwen_6bit/budget.bits=4/spatial.gamma=0.5"
+    for given in (f"{key}={place}", f"{key}='{place}'"):
+        code, seen, _, err = run(capsys, "recipe=qwen_6bit", SYNTHETIC, given)
+        assert code == 0, err
+        assert getattr(seen[0], key) == place
+    code, _, _, err = run(capsys, "recipe=qwen_6bit", SYNTHETIC, "budget.bits=4=5")
+    assert code == 2
+    assert "budget.bits is '4=5'" in err
+    assert run(capsys, "recipe=qwen_6bit", SYNTHETIC, f"{key}=[a=b")[0] == 2
+
+
 def test_shipped_recipes_are_the_promised_ones():
     both = ("qwen_{}bit", "kimi_{}bit", "tiny_gdn_{}bit", "tiny_kda_{}bit", "baseline_int{}", "baseline_qmamba{}")
     both += ("ablation_spatial_{}", "ablation_temporal_{}", "ablation_temporal_no_pivots_{}")

@@ -106,6 +106,13 @@ def test_concurrency_in_given_memory(qwen, capsys):
                                                     "--slots", "3")[1]  # fmt: skip
 
 
+def test_a_second_plan_may_follow_an_option(qwen, capsys):
+    """As in ``inspect A --json B``."""
+    first = json.loads(run(capsys, qwen, qwen, "--json")[1])
+    assert json.loads(run(capsys, qwen, "--json", qwen)[1]) == first
+    assert json.loads(run(capsys, "--json", qwen, qwen)[1]) == first
+
+
 def test_tables_say_what_json_says(qwen, capsys):
     code, out, err = run(capsys, qwen, "--layers")
     assert (code, err) == (0, "")

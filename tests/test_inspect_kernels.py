@@ -28,8 +28,8 @@ from stepquant.plan import LayoutPlan, load_plan
 from tests.plans import small_plan, synthetic_plan
 
 REPORT = {
-    "launch": {"warps": 4, "registers": 96}, "registers": 93, "spill_bytes": 24, "shared_bytes": 31_744,
-    "instructions": 777, "instructions_per_element": 12.34, "seconds": 5.6, "rejected": ["2 warps spill 999 bytes"],
+    "launch": {"warps": 4, "registers": None}, "registers": 93, "spill_bytes": 24, "shared_bytes": 31_744,
+    "instructions": 777, "instructions_per_element": 98.76, "seconds": 5.6, "rejected": ["2 warps spill 999 bytes"],
 }  # fmt: skip
 
 
@@ -119,12 +119,21 @@ def test_predictions_are_of_the_batch_that_is_named(qwen, capsys):
         assert nominal < v["predicted_us"]["H200"] < 1.15 * nominal
 
 
+def compiled_for_a100(data: dict[str, Any]) -> None:
+    """The first kernel with a report, and the time that follows: 108 multiprocessors issue 128 lanes at 1.41 GHz, of
+    which six in ten are counted on."""
+    first = data["variants"][0]
+    first["targets"]["sm_80"] = REPORT
+    instructions = 512 * first["elements"] * 98.76
+    first["predicted_us"]["A100"] = round(1e6 * instructions / (0.6 * 108 * 128 * 1.41e9), 1)
+
+
 def test_reports_of_targets_are_shown(small, capsys):
-    edit(small, lambda data: data["variants"][0]["targets"].update(sm_80=REPORT))
+    edit(small, compiled_for_a100)
     code, out, err = run(capsys, small, "--kernels")
     assert (code, err) == (0, "")
     text, first = words(out), kernel_json(small)["variants"][0]["name"]
-    assert f"{first} sm_80 4 93/96 24 31,744 12.34 5.6" in text
+    assert f"{first} sm_80 4 93/255 24 31,744 98.76 5.6" in text
     assert f"{first} for sm_80: 2 warps spill 999 bytes" in text
     assert "…" not in out
     assert "from bytes; A100 also from instructions" in text
@@ -340,6 +349,15 @@ def _first(**changes: Any) -> Callable[[dict[str, Any]], object]:
         (_first(targets={"sm_90": {}}), "variants[0].targets.sm_90."),
         (_first(targets={"sm_90": {**REPORT, "rejected": [1]}}), "sm_90.rejected is [1]"),
         (_first(targets={"\x1b": REPORT}), "variants[0].targets.'\\x1b' is no name"),
+        (_first(launch={"warps": 3, "registers": None}), "variants[0].launch.warps is 3; expected 2"),
+        (_first(bytes_written=1), "variants[0].bytes_written is 1; expected"),
+        (lambda d: d["variants"][1]["predicted_us"].update(H200=0.1), "variants[1].predicted_us.H200 is 0.1; expected"),
+        (lambda d: d["spec"].update(window=8), "spec.window is 8; expected 1"),
+        (lambda d: d["variants"].reverse(), "variants[0].bytes_read is"),
+        (_first(targets={"sm_80": REPORT}), "variants[0].predicted_us.A100 is"),
+        (_first(targets={"sm_90": {**REPORT, "launch": {"warps": 3, "registers": None}}}),
+         "the launch of pack for 'sm_90' is Launch(warps=3, registers=None); expected one of Launch(warps=2, reg"),
+        (_first(targets={"sm_90": {**REPORT, "instructions_per_element": 10**10}}), "expected at most 1000000"),
     ],
 )  # fmt: skip
 def test_damaged_kernel_plan(small, capsys, change, message):

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from stepquant.codec.spec import PIVOT, CodecSpec
+from stepquant.codec.spec import PIVOT, CodecSpec, four_level_fault
 from stepquant.errors import BackendError
 from stepquant.layout import KERNEL_GRANULARITY, PageLayout
 
@@ -69,8 +69,8 @@ class KernelSpec:
         bits = layout.bits
         precisions = tuple(int(b) for b in np.unique(bits) if b != PIVOT)
         four = codec.codebook == "head" and 2 in precisions
-        if four and ((layout.value_dim // 2) % codec.group or codec.group & (codec.group - 1)):
-            raise BackendError(f"two-bit heads need half of {layout.value_dim} columns in groups of {codec.group}")
+        if four and (fault := four_level_fault(layout.value_dim, codec.group)):
+            raise BackendError(fault)
         whole, some = layout.whole_pivot, layout.num_pivots > 0
         pivots: Literal["none", "rows", "heads"] = (
             "none" if not some.any() else "heads" if bool((some == whole).all()) else "rows"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from stepquant.evaluation import demands
 from stepquant.evaluation.forward import Readout, run_variant, served_decoders
 from stepquant.evaluation.layer_errors import LayerErrors, relative_errors
 from stepquant.evaluation.metrics import TokenFigures, join, summarise
@@ -22,7 +23,7 @@ from stepquant.evaluation.variants import Variant
 from stepquant.files import hash_json
 from stepquant.models.data import data_fingerprint
 from stepquant.passes.cache import Cache
-from stepquant.passes.out_of_memory import Demand, gib, told
+from stepquant.passes.out_of_memory import Demand, told
 from stepquant.passes.progress import Progress
 from stepquant.passes.protocol import Product
 from stepquant.small_operations import small_operations
@@ -121,11 +122,7 @@ class DriftRun:
                 found[at, index] = product
 
     def _demand(self) -> Demand:
-        g, length = self.loaded.geometry, self.streams.ids.shape[1]
-        traced = 4 * self.batch * length * g.num_heads * (2 * g.key_dim + g.value_dim)
-        share = f"batch={self.batch} streams of {length} tokens took {gib(traced)} for one layer's q, k, v"
-        smaller = f"batch={self.batch // 2}" if self.batch > 1 else "fewer tokens with prefill=N and decode=N"
-        return Demand((share,), (smaller, *(() if self.loaded.device.type == "cpu" else ("model.device=cpu",))))
+        return demands.drift(self.loaded, self.batch, self.streams.ids.shape[1])
 
     def _ids(self, start: int) -> Tensor:
         return self.streams.ids[start : start + self.batch]

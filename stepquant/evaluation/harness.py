@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepquant.errors import BackendError, DataError, RecipeError
+from stepquant.evaluation import demands
 from stepquant.evaluation.forward import Readout, run_variant
 from stepquant.evaluation.generate import DecodeHook
 from stepquant.evaluation.variants import Variant
 from stepquant.models.capture import capture_delta_rule
+from stepquant.passes.out_of_memory import told
 from stepquant.passes.progress import Progress
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ class StateModel:
         progress: where to report.
         lengths: tokens of every answer so far.
         capped: answers that were cut at the limit.
+        tokens: of the prompt that is being read.
     """
 
     loaded: LoadedModel
@@ -61,6 +64,7 @@ class StateModel:
     progress: Progress
     lengths: list[int] = field(default_factory=list)
     capped: int = 0
+    tokens: int = 0
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens; an empty context becomes the end-of-text token."""
@@ -78,7 +82,7 @@ class StateModel:
         stops = [stops] if isinstance(stops, str) else list(stops)
         limit = self.max_tokens or int(options.get("max_gen_toks") or options.get("max_new_tokens") or MAX_TOKENS)
         prompt = torch.tensor([self.encode(context)], device=self.loaded.device)
-        start = prompt.shape[1]
+        self.tokens = start = prompt.shape[1]
         more: dict[str, Any] = {"do_sample": False}
         if options.get("do_sample") and float(options.get("temperature") or 0) > 0:
             more = {k: options[k] for k in ("temperature", "top_p", "top_k") if options.get(k) is not None}
@@ -111,6 +115,7 @@ class StateModel:
     def _score(self, prefix: list[int], suffix: list[int]) -> tuple[float, bool]:
         readout = self._readout()
         tokens = torch.tensor([prefix + suffix[:-1]])
+        self.tokens = tokens.shape[1]
         features = run_variant(self.loaded, readout, tokens, len(prefix) - 1, self.variant)
         logits = readout.logits(features)[0].double().log_softmax(-1).cpu()
         target = torch.tensor(suffix)
@@ -240,12 +245,13 @@ def run_tasks(
     for variant in variants:
         model = StateModel(loaded, None if variant.exact else variant, settings.max_tokens, progress)
         progress.say(f"{variant.name}: {', '.join(settings.tasks)}")
-        found = lm_eval.simple_evaluate(
-            model=harness_model(model), tasks=list(settings.tasks), num_fewshot=settings.num_fewshot,
-            limit=settings.limit, task_manager=manager, apply_chat_template=settings.chat, bootstrap_iters=0,
-            log_samples=False, random_seed=settings.seed, numpy_random_seed=settings.seed,
-            torch_random_seed=settings.seed, fewshot_random_seed=settings.seed,
-        )  # fmt: skip
+        with told("the tasks", lambda model=model: demands.tasks(settings, loaded, model.tokens)):  # type: ignore[misc]
+            found = lm_eval.simple_evaluate(
+                model=harness_model(model), tasks=list(settings.tasks), num_fewshot=settings.num_fewshot,
+                limit=settings.limit, task_manager=manager, apply_chat_template=settings.chat, bootstrap_iters=0,
+                log_samples=False, random_seed=settings.seed, numpy_random_seed=settings.seed,
+                torch_random_seed=settings.seed, fewshot_random_seed=settings.seed,
+            )  # fmt: skip
         rows += _rows(variant, model, found or {})
     return rows
 

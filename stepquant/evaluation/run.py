@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepquant.errors import BackendError, ModelError, RecipeError
+from stepquant.evaluation import demands
 from stepquant.evaluation.drift import DriftRun, VariantResult
 from stepquant.evaluation.metrics import paired_ratio
 from stepquant.evaluation.settings import AnalyseSettings, EvaluateSettings, HarnessSettings
@@ -18,6 +19,7 @@ from stepquant.evaluation.streams import Streams, load_streams
 from stepquant.evaluation.variants import StoragePath, Variant, from_plan, named_variant, unique_names
 from stepquant.files import write_text
 from stepquant.passes.cache import Cache
+from stepquant.passes.out_of_memory import told
 from stepquant.passes.progress import Progress
 from stepquant.plan import LayoutPlan, load_plan
 from stepquant.plan_match import check_checkpoint
@@ -45,7 +47,8 @@ def evaluate(settings: EvaluateSettings, quiet: bool = False) -> list[dict[str, 
     run = open_run(settings, plan, progress)
     rows = make_rows(evaluate_spread(settings, run, variants), run.streams)
     if settings.greedy:
-        add_greedy(rows, run.loaded, run.streams, variants, settings.greedy, progress)
+        with told("greedy generation", lambda: demands.greedy(settings, run.loaded)):
+            add_greedy(rows, run.loaded, run.streams, variants, settings.greedy, progress)
     if settings.json:
         write_rows(Path(settings.json), rows)
     return rows
@@ -146,8 +149,9 @@ def load_for_plan(
                      any_weight_format=settings.any_weight_format)  # fmt: skip
     device = model.device if model.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     progress.say(f"loading {path} on {device}")
-    return load_model(path, device=device, dtype=model.dtype, device_map=model.device_map,
-                        weights=model.weights, trust_remote_code=model.trust_remote_code)  # fmt: skip
+    with told("loading the model", lambda: demands.loading(model, path, torch.device(device))):
+        return load_model(path, device=device, dtype=model.dtype, device_map=model.device_map,
+                          weights=model.weights, trust_remote_code=model.trust_remote_code)  # fmt: skip
 
 
 def _builtin_path(directory: Path) -> str | None:

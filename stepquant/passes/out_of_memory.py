@@ -20,7 +20,7 @@ from stepquant.passes.memory import GIB, host_peak
 
 if TYPE_CHECKING:
     from stepquant.passes.context import Context
-    from stepquant.recipe import Recipe
+    from stepquant.recipe_sections import ModelSettings
 
 _HOST_MARKS = ("can't allocate memory", "cannot allocate memory", "not enough memory")
 _GPU_MARKS = ("cuda error: out of memory", "cublas_status_alloc_failed", "cuda out of memory")
@@ -108,14 +108,14 @@ def demand(context: Context, step: str) -> Demand:
     """What a step holds, and the settings that change it."""
     recipe = context.recipe
     if step == "load":
-        return Demand((_weights(recipe),), _other_places(context))
+        return Demand((weights_share(recipe.model),), _other_places(context))
     if step == "trace":
         return _trace(context)
     if step in ("distortion", "pivot_distortion"):
         return _table(context)
     if step == "rollout":
         return _rollout(context)
-    return Demand((_weights(recipe),), _on_cpu(context))
+    return Demand((weights_share(recipe.model),), _on_cpu(context))
 
 
 def _trace(context: Context) -> Demand:
@@ -125,7 +125,7 @@ def _trace(context: Context) -> Demand:
     shares = (
         f"data.batch={batch} x data.length={length} tokens took {gib(traced)} for one layer's q, k, v and about "
         f"{gib(DELTA_RULE * traced)} for its delta rule",
-        _weights(recipe),
+        weights_share(recipe.model),
     )
     first = f"data.batch={batch // 2}" if batch > 1 else f"data.length={max(length // 2, 2)}"
     options = [first]
@@ -175,10 +175,11 @@ def _on_cpu(context: Context) -> tuple[str, ...]:
     return () if context.device.type == "cpu" else ("model.device=cpu",)
 
 
-def _weights(recipe: Recipe) -> str:
-    size = weights_bytes(recipe)
+def weights_share(model: ModelSettings) -> str:
+    """What the weights take, in words."""
+    size = weights_bytes(model)
     found = f"weights took {gib(size)}" if size else "weights of unknown size"
-    return f"{found} (one layer of them at a time)" if recipe.model.loading == "layerwise" else found
+    return f"{found} (one layer of them at a time)" if model.loading == "layerwise" else found
 
 
 def _again(context: Context, step: str) -> str:
@@ -194,15 +195,15 @@ def _again(context: Context, step: str) -> str:
     return ". Other settings trace again"
 
 
-def weights_bytes(recipe: Recipe) -> int:
+def weights_bytes(model: ModelSettings) -> int:
     """Bytes of the checkpoint's weights; 0 where they are random or cannot be counted."""
-    if recipe.model.path is None or recipe.model.weights_seed is not None:
+    if model.path is None or model.weights_seed is not None:
         return 0
     from stepquant.models.checkpoint import resolve_checkpoint
     from stepquant.models.fingerprint import checkpoint_tensors
 
     try:
-        return sum(entry.size for entry in checkpoint_tensors(resolve_checkpoint(recipe.model.path)).values())
+        return sum(entry.size for entry in checkpoint_tensors(resolve_checkpoint(model.path)).values())
     except ModelError:
         return 0
 

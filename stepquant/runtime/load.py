@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,12 @@ import torch
 from torch import Tensor
 
 from stepquant.accounting import packable, page_layout
-from stepquant.codegen.generate import generate, source_hash
 from stepquant.codegen.spec import KernelSpec
-from stepquant.errors import ArtifactError, BackendError
-from stepquant.files import read_json
+from stepquant.errors import BackendError
+from stepquant.kernel_files import stated_hash
 from stepquant.layout import ALIGNMENT, PageLayout
 from stepquant.plan import LayoutPlan, load_plan
-from stepquant.plan_checks import shown
-from stepquant.reading import check_file
 from stepquant.swap import read_whole
-
-KERNEL_PLAN = Path("kernels") / "kernel_plan.json"
-MAX_SOURCE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -110,42 +103,6 @@ def load_rank_plan(directory: Path, rank: int = 0, size: int = 1) -> RankPlan:
     slot = max(-(-int(part.layer_bytes.sum()) // ALIGNMENT) * ALIGNMENT for part in parts)
     count = g.num_heads // size
     w = plan.w[:, rank * count : (rank + 1) * count].contiguous()
-    told = read_whole(directory, lambda: _kernel_hash(directory, plan))
+    told = read_whole(directory, lambda: stated_hash(directory, plan))
     kernel_hash = told if size == 1 else None  # a rank's kernels are specialised to its own heads
     return RankPlan(plan, parts[rank], w, g.num_key_heads // size, rank, size, slot, kernel_hash)
-
-
-def _kernel_hash(directory: Path, plan: LayoutPlan) -> str | None:
-    """Hash of the sources in kernels/, as its kernel_plan.json states it; None for an artifact without kernels.
-
-    Raises:
-        ArtifactError: a source is not what it was when the artifact was written.
-    """
-    path = directory / KERNEL_PLAN
-    if not os.path.lexists(path):
-        return None
-    data = read_json(path, "the kernel plan")
-    found = data.get("source_sha256")
-    if not isinstance(found, str):
-        raise ArtifactError(f"{path}: source_sha256 is {shown(found)}; expected a hash: compile the plan again")
-    if data.get("plan") != plan.hash:
-        raise ArtifactError(f"{path}: plan is {shown(data.get('plan'))}; expected {plan.hash}: compile the plan again")
-    sources = {place.stem: _source(place) for place in sorted(path.parent.glob("*.py"))}
-    if source_hash(sources) != found:
-        layout, g, window = page_layout(plan), plan.geometry, plan.window
-        spec = KernelSpec.of(g.family, g.num_key_heads, layout, plan.codec, window.length, window.dtype)
-        ours = generate(spec, plan.hash)
-        names = [f"{name}.py" for name in sorted({*ours, *sources}) if ours.get(name) != sources.get(name)]
-        raise ArtifactError(
-            f"{path}: the sources beside it do not match source_sha256 ({', '.join(names[:6]) or 'none'} differs from "
-            "what this stepquant generates); they were edited: compile the plan again"
-        )
-    return found
-
-
-def _source(path: Path) -> str:
-    check_file(path, "a generated kernel", MAX_SOURCE_BYTES)
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{path}: the generated kernel cannot be read: {error}; compile the plan again") from None

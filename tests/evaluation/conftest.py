@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from stepquant.codec.spec import PIVOT, CodecSpec
+from stepquant.config import compose_recipe
 from stepquant.evaluation.streams import Streams
 from stepquant.models.adapter import LoadedModel, load_model
 from stepquant.models.data import data_fingerprint
+from stepquant.passes.compile import compile_recipe
 from stepquant.plan import LayoutPlan
 from tests.models.checkpoints import CONFIGS, save_checkpoint
 
@@ -61,3 +64,16 @@ def make_plan(loaded: LoadedModel, bits: int = 6, seed: int = 0) -> LayoutPlan:
 @pytest.fixture
 def plan(loaded: LoadedModel) -> LayoutPlan:
     return make_plan(loaded)
+
+
+@pytest.fixture(scope="session")
+def artifact(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan compiled with calibration tables, on random tokens."""
+    output = tmp_path_factory.mktemp("artifact") / loaded.geometry.family
+    overrides = [
+        f"model.path={loaded.path}", "model.weights=random:0", "model.device=cpu", "data.segments=2", "data.length=48",
+        "data.batch=2", "samples.per_layer=4", "budget.bits=6", "pivots.count=1", f"output={output}",
+        f"cache.dir={output.parent / 'cache'}", "method=paper",
+    ]  # fmt: skip
+    compile_recipe(compose_recipe(f"tiny_{loaded.geometry.family}_6bit", overrides), quiet=True)
+    return output

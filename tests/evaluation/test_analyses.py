@@ -13,12 +13,10 @@ import torch
 from stepquant.analyse import main
 from stepquant.codec.recurrence import replay, step
 from stepquant.codec.spec import PIVOT
-from stepquant.config import compose_recipe
 from stepquant.evaluation.analyses import ANALYSES, geometry, half_life, lifetimes, row_impact
 from stepquant.evaluation.analyses.drift import OnceCodec
 from stepquant.evaluation.analyses.exact_read import INJECTED, error_outputs
 from stepquant.models.adapter import LoadedModel
-from stepquant.passes.compile import compile_recipe
 from tests.evaluation.test_decode import codec_of, make_trace
 
 
@@ -104,19 +102,6 @@ def test_once_codec_packs_the_boundary_only() -> None:
     codec, x = OnceCodec(codec_of(4), every=3), torch.randn(3, 16, 16)
     changed = [not torch.equal(codec.roundtrip(x), x) for _ in range(6)]
     assert changed == [True, False, False, True, False, False]
-
-
-@pytest.fixture(scope="module")
-def artifact(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plan compiled with calibration tables, on random tokens."""
-    output = tmp_path_factory.mktemp("artifact") / loaded.geometry.family
-    overrides = [
-        f"model.path={loaded.path}", "model.weights=random:0", "model.device=cpu", "data.segments=2", "data.length=48",
-        "data.batch=2", "samples.per_layer=4", "budget.bits=6", "pivots.count=1", f"output={output}",
-        f"cache.dir={output.parent / 'cache'}", "method=paper",
-    ]  # fmt: skip
-    compile_recipe(compose_recipe(f"tiny_{loaded.geometry.family}_6bit", overrides), quiet=True)
-    return output
 
 
 @pytest.mark.parametrize("name", sorted(ANALYSES))

@@ -154,14 +154,14 @@ def test_an_edited_kernel_is_refused_by_name(tmp_path: Path) -> None:
     sound = path.read_text()
     path.write_text(f"import sys\nsys.modules[{MARK!r}] = sys\n" + sound)
     for size in (1, 2):  # the ranks of a server compare it too
-        with pytest.raises(ArtifactError, match=r"kernel_plan\.json: .*\(fold\.py differs from what this stepquant"):
+        with pytest.raises(ArtifactError, match=r"kernel_plan\.json \(fold\.py differ from what this stepquant"):
             load.load_rank_plan(place, 0, size)
     path.unlink()
-    with pytest.raises(ArtifactError, match=r"fold\.py differs"):
+    with pytest.raises(ArtifactError, match=r"fold\.py differ "):
         load.load_rank_plan(place)
     path.write_text(sound)
     (place / "kernels" / "extra.py").write_text("x = 1\n")
-    with pytest.raises(ArtifactError, match=r"extra\.py differs"):
+    with pytest.raises(ArtifactError, match=r"extra\.py differ "):
         load.load_rank_plan(place)
     assert MARK not in sys.modules
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from stepquant import doctor, serve
+from stepquant.passes.codegen import write_kernels
+from stepquant.plan import load_plan
 from stepquant.runtime import launch
 from stepquant.runtime.sglang.state import Accept
 from tests.runtime.sglang.test_refusals import MODEL, plan_of
@@ -176,6 +178,7 @@ def test_doctor_says_what_works(
 ) -> None:
     as_if_installed(monkeypatch, None)
     monkeypatch.setenv("SGLANG_PLUGINS", "other")
+    write_kernels(plan, load_plan(plan), ())
     assert doctor.main(["--json", "--plan", str(plan)]) == 1
     found = json.loads(capsys.readouterr().out)
     status = {entry["name"]: entry["status"] for entry in found["findings"]}
@@ -187,6 +190,25 @@ def test_doctor_says_what_works(
     text = capsys.readouterr().out
     assert "fail  plan:" in text
     assert "does not work: serve" in text
+
+
+def test_doctor_looks_at_the_kernels_too(plan: Path) -> None:
+    """They are generated again to serve, so that nothing fails; but the artifact is not what a compile wrote."""
+
+    def finding() -> doctor.Finding:
+        return doctor.examine(plan)[-1]
+
+    assert (finding().name, finding().status) == ("plan", "warn")
+    assert f"{plan / 'kernels'}: the directory of generated kernels is missing; compile the plan" in finding().advice
+    assert doctor.works([finding()])["serve"], "kernels are generated from the plan"
+    write_kernels(plan, load_plan(plan), ())
+    assert (finding().status, finding().advice) == ("ok", "")
+    path = plan / "kernels" / "kernel_plan.json"
+    data = json.loads(path.read_text())
+    data["variants"][0]["launch"]["warps"] = 3
+    path.write_text(json.dumps(data))
+    assert finding().status == "warn"
+    assert "variants[0].launch.warps is 3; expected " in finding().advice
 
 
 def test_doctor_knows_a_version_that_was_only_checked_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from stepquant.errors import RecipeError, closest
+from stepquant.evaluation import demands
 from stepquant.evaluation.analyses.base import Analysis, AnalysisRun
+from stepquant.passes.out_of_memory import told
 
 if TYPE_CHECKING:
     from stepquant.evaluation.settings import AnalyseSettings
@@ -27,9 +29,12 @@ def run_analysis(name: str, run: AnalysisRun) -> Analysis:
 
     Raises:
         RecipeError: an unknown name.
+        BackendError: memory ran out; the message names what to set.
     """
     check_name(name)
-    found: Analysis = import_module(f"{__name__}.{name}").analyse(run)
+    length = run.streams.ids.shape[1]
+    with told(f"the analysis {name}", lambda: demands.analysis(name, run.settings, run.loaded, length)):
+        found: Analysis = import_module(f"{__name__}.{name}").analyse(run)
     return found
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stepquant.errors import RecipeError
+from stepquant.errors import BackendError, RecipeError
 from stepquant.evaluation.analyses.base import Analysis, AnalysisRun, figure
 from stepquant.evaluation.metrics import paired_ratio
 from stepquant.evaluation.variants import Variant, from_plan, named_variant
@@ -75,7 +75,10 @@ def _compile_temporal(run: AnalysisRun) -> dict[str, LayoutPlan]:
             "temporal.sensitivity": "none", "name": output.name, "output": str(output),
         }  # fmt: skip
         run.progress.say(f"compiling {label}")
-        compile_recipe(recipe.replace(changes), quiet=True)
+        try:
+            compile_recipe(recipe.replace(changes), quiet=True)
+        except BackendError as error:  # its settings are the compile's, which this command does not take
+            raise BackendError(f"compiling {label} with the settings of {source}: {error}") from error
         found[label] = load_plan(output)
     return found
 
