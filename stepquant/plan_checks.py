@@ -51,9 +51,9 @@ def check_codec(where: str, codec: CodecSpec, value_dim: int) -> None:
         ArtifactError: naming the setting.
     """
     if codec.kind not in get_args(CodecKind):
-        raise ArtifactError(f"{where}: codec.kind is {codec.kind!r}; expected one of {get_args(CodecKind)}")
+        raise ArtifactError(f"{where}: codec.kind is {shown(codec.kind)}; expected one of {get_args(CodecKind)}")
     if codec.codebook not in CODEBOOKS:
-        raise ArtifactError(f"{where}: codec.codebook is {codec.codebook!r}; expected one of {CODEBOOKS}")
+        raise ArtifactError(f"{where}: codec.codebook is {shown(codec.codebook)}; expected one of {CODEBOOKS}")
     if codec.group < 1:
         raise ArtifactError(f"{where}: codec.group is {codec.group}; expected at least one of {value_dim} columns")
     if codec.sample % 16:

@@ -70,13 +70,17 @@ class DualAxisCodec:
         self.step = table_step[index].unsqueeze(-1)
         self.w = w.float().unsqueeze(-1)
         self.integer = (~self.pivot).unsqueeze(-1)
-        self.any_pivot = bool(self.pivot.any())
+        self.any_pivot, self.all_pivots = bool(self.pivot.any()), bool(self.pivot.all())
+        self.limit = float(self.max_code.flatten()[0]) if bool((bits == bits.flatten()[:1]).all()) else None
         self.w2 = self.w.square() * self.integer  # pivots have no say in the column fit
         four = (bits == 2).all(-1) if spec.codebook == "head" else torch.zeros_like(bits[:, 0], dtype=torch.bool)
         self.four_heads = four.nonzero().flatten() if bool(four.any()) else None
+        self.every_four = bool(four.all())  # nothing to gather and scatter
 
     def roundtrip(self, x: Tensor) -> Tensor:
         """Quantise and reconstruct: Q(X) of equation 4, `[..., H, K, V]` float32 in and out."""
+        if self.all_pivots:
+            return to_fp16(x).to(x.dtype)
         codes, rs, c = self._fit(x)
         out = codes.mul_(rs).mul_(c)
         return torch.where(self.pivot.unsqueeze(-1), to_fp16(x).to(x.dtype), out) if self.any_pivot else out
@@ -98,16 +102,23 @@ class DualAxisCodec:
 
     def _row_factors(self, magnitude: Tensor) -> Tensor:
         """r `[..., H, K, 1]`, or `[..., H, K, V]` when some heads have one factor per group of columns."""
+        if self.every_four:
+            return self._group_factors(magnitude, self.w)
         r = to_scale((self._sampled(magnitude).mean(-1, keepdim=True).clamp_min(MAGNITUDE_FLOOR) / self.w).sqrt())
         if self.four_heads is None:
             return r
-        group = self.spec.group
-        part = magnitude[..., self.four_heads, :, :].unflatten(-1, (-1, group))
-        part = part[..., : self.spec.sample or group].mean(-1)
-        part = to_scale((part.clamp_min(MAGNITUDE_FLOOR) / self.w[self.four_heads]).sqrt())
         r = r.expand(*magnitude.shape).clone()
-        r[..., self.four_heads, :, :] = part.repeat_interleave(group, -1)
+        r[..., self.four_heads, :, :] = self._group_factors(
+            magnitude[..., self.four_heads, :, :], self.w[self.four_heads]
+        )
         return r
+
+    def _group_factors(self, magnitude: Tensor, w: Tensor) -> Tensor:
+        """r of four-level heads, the factor of a group in each of its columns."""
+        part = magnitude.unflatten(-1, (-1, self.spec.group))
+        part = part[..., : self.spec.sample or self.spec.group].mean(-1)
+        part = to_scale((part.clamp_min(MAGNITUDE_FLOOR) / w).sqrt())
+        return part.unsqueeze(-1).expand(*part.shape, self.spec.group).flatten(-2)
 
     def _sampled(self, magnitude: Tensor) -> Tensor:
         """The columns that row factors are means over."""
@@ -141,10 +152,20 @@ class DualAxisCodec:
     def _quantise(self, scaled: Tensor, c: Tensor, out: Tensor) -> Tensor:
         """Nearest code of `scaled / c`, ties to even; sign and magnitude with a threshold at 2 in four-level heads."""
         codes = torch.mul(scaled, c.reciprocal(), out=out)
+        if self.limit is not None and self.four_heads is None:  # one precision: numbers instead of tensors
+            return codes.round_().clamp_(-self.limit, self.limit)
         if self.four_heads is None:
             return torch.minimum(torch.maximum(codes.round_(), -self.max_code, out=codes), self.max_code, out=codes)
-        four = codes[..., self.four_heads, :, :]
-        four = torch.where(four.abs() >= 2, 3.0, 1.0) * torch.where(four < 0, -1.0, 1.0)
+        if self.every_four:
+            return _four_levels(codes)
+        four = _four_levels(codes[..., self.four_heads, :, :])
         codes.round_().clamp_(-self.max_code, self.max_code)
         codes[..., self.four_heads, :, :] = four
         return codes
+
+
+def _four_levels(scaled: Tensor) -> Tensor:
+    """Codes -3, -1, 1, 3: sign and magnitude with a threshold at 2 (by arithmetic: on a CPU `torch.where` of numbers
+    takes ten times as long)."""
+    magnitude = scaled.abs().ge_(2).mul_(2).add_(1)
+    return (scaled < 0).to(scaled.dtype).mul_(-2).add_(1).mul_(magnitude)

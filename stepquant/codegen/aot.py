@@ -10,6 +10,7 @@ import re
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,13 @@ def signature(spec: KernelSpec, name: str, model_dtype: str = "*bf16") -> dict[s
     return found | {"ARCH": "constexpr"}
 
 
-def compile_variant(spec: KernelSpec, variant: Variant, source: str, target: str) -> TargetReport:
+def compile_variant(
+    spec: KernelSpec, variant: Variant, source: str, target: str, launches: Sequence[Launch] = ()
+) -> TargetReport:
     """Compile one variant for a target with the first launch that neither spills nor exceeds shared memory.
+
+    Args:
+        launches: the launches to try in their order; by default all that the variant has.
 
     Raises:
         BackendError: for an unknown target, or where no launch fits (the message lists what each needed).
@@ -64,7 +70,7 @@ def compile_variant(spec: KernelSpec, variant: Variant, source: str, target: str
         raise BackendError(f"codegen.targets has {target!r}; expected some of {', '.join(TARGETS)}")
     rejected: list[str] = []
     best: TargetReport | None = None
-    for launch in launches_of(spec, variant.name):
+    for launch in launches or launches_of(spec, variant.name):
         report = _compile(spec, variant, source, target, launch)
         if report.shared_bytes > 1024 * TARGETS[target]:
             rejected.append(f"{launch.warps} warps need {report.shared_bytes} bytes of shared memory")

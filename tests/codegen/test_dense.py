@@ -7,11 +7,13 @@ import torch
 
 from tests.codegen.cases import Case
 
-CASES = [("qwen_6bit", 32, 64), ("qwen_4bit", 96, 192), ("kimi_6bit", 128, 128), ("kimi_4bit", 32, 48)]
+CASES = [
+    ("qwen_6bit", 32, 64, False), ("qwen_6bit", 32, 64, True), ("qwen_4bit", 96, 192, False),
+    ("kimi_6bit", 128, 128, True), ("kimi_4bit", 32, 48, False), ("kimi_4bit", 32, 48, True),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize(("name", "K", "V"), CASES)
+@pytest.mark.parametrize(("name", "K", "V", "v_first"), CASES)
 def test_pack_and_unpack(name: str, K: int, V: int, v_first: bool) -> None:
     case = Case.make(name, K, V)
     kernels, codec, x = case.kernels(), case.torch_codec, case.states(2)

@@ -10,8 +10,8 @@ from stepquant.runtime.window import WindowBuffers, bytes_per_request
 from tests.codegen.cases import Case, relative
 
 CASES = [
-    ("qwen_6bit", 128, 128, 4, "fp16"), ("qwen_4bit", 96, 192, 2, "fp16"), ("qwen_4bit", 32, 64, 4, "int8"),
-    ("kimi_6bit", 64, 48, 4, "fp32"), ("kimi_4bit", 96, 192, 4, "fp16"), ("kimi_4bit", 32, 32, 4, "int8"),
+    ("qwen_6bit", 128, 128, 4, "fp16"), ("qwen_4bit", 48, 192, 2, "fp16"), ("qwen_4bit", 32, 64, 4, "int8"),
+    ("kimi_6bit", 64, 48, 4, "fp32"), ("kimi_4bit", 48, 96, 4, "fp16"), ("kimi_4bit", 32, 32, 4, "int8"),
 ]  # fmt: skip
 
 

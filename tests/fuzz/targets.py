@@ -23,6 +23,7 @@ from torch import Tensor
 from stepquant.accounting import packable
 from stepquant.artifact import EVALUATION, RECIPE, TABLES, new_artifact, read_tables
 from stepquant.config import compose_recipe
+from stepquant.kernel_files import KernelFiles, read_kernels
 from stepquant.models.layerwise import PROGRESS_FILE, load_progress
 from stepquant.passes.cache import FACTS, TENSORS
 from stepquant.plan import PLAN_JSON, PLAN_TENSORS, LayoutPlan, load_plan
@@ -122,7 +123,7 @@ def targets(corpus: Corpus) -> list[Target]:
     for name, place in corpus.artifacts.items():
         plan = corpus.plans[name]
         kernels = tuple(f"kernels/{p.name}" for p in sorted((place / "kernels").iterdir()))
-        sound_tables = read_tables(place)
+        sound_tables, sound_kernels = read_tables(place), read_kernels(place, plan).data
 
         def check_plan(result: LayoutPlan, plan: LayoutPlan = plan) -> str:
             wrong = plan_wrong(result)
@@ -157,6 +158,13 @@ def targets(corpus: Corpus) -> list[Target]:
             told = json.loads((place / KERNEL_PLAN).read_bytes()).get("source_sha256")
             return "" if result.kernel_hash == told and result.plan.hash == plan.hash else "kernel_hash"
 
+        def check_figures(result: KernelFiles, sound: Any = sound_kernels) -> str:
+            """Whatever follows from the plan is as it was; reports of a compile may be others, and times with them."""
+            kept = [{k: v for k, v in entry.items() if k not in ("targets", "predicted_us")}
+                    for data in (result.data, sound) for entry in data["variants"]]  # fmt: skip
+            half = len(kept) // 2
+            return "" if kept[:half] == kept[half:] and result.data["spec"] == sound["spec"] else "figures were edited"
+
         def run(place: Path = place, plan: LayoutPlan = plan) -> Any:
             record = read_run(place, plan.hash)
             if record is not None:
@@ -186,6 +194,8 @@ def targets(corpus: Corpus) -> list[Target]:
                    (forge_tables,)),
             Target(f"kernels {name}", place, kernels, lambda p=place: load_rank_plan(p), check_rank, 0.06,
                    (forge_json(KERNEL_PLAN), forge_source)),
+            Target(f"kernels shown {name}", place, kernels, lambda p=place, m=plan: read_kernels(p, m), check_figures,
+                   0.04, (forge_json(KERNEL_PLAN), forge_source)),
             Target(f"run.json {name}", place, (RUN_JSON,), run, fine, 0.04, (forge_json(RUN_JSON),), True),
             Target(f"evaluation.json {name}", place, (EVALUATION,), keep_evaluation, fine, 0.02,
                    (forge_json(EVALUATION),), True),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from stepquant import files, plan, reading, run_record
+from stepquant import files, kernel_files, plan, reading, run_record
 from stepquant.errors import ArtifactError
 from stepquant.files import read_json
 from stepquant.runtime import load
@@ -74,7 +74,7 @@ def test_the_oracle_sees_a_check_that_is_gone(corpus: Corpus, guard: Guard, monk
         patch.setattr(run_record, "_is_pass", lambda found: True)
         assert any("crashed" in text or "Error" in text for text in failures(corpus, guard, "run.json rows", 400))
     with monkeypatch.context() as patch:
-        patch.setattr(load, "source_hash", lambda sources: json.loads(
+        patch.setattr(kernel_files, "source_hash", lambda sources: json.loads(
             (corpus.artifacts["rows"] / "kernels/kernel_plan.json").read_bytes())["source_sha256"])  # fmt: skip
         edited = corpus.artifacts["rows"] / "kernels" / "pack.py"
         sound = edited.read_bytes()
