@@ -133,7 +133,8 @@ class LayoutPlan:
         if self.window.length not in WINDOW_LENGTHS:
             raise ArtifactError(f"{where}: window.length is {self.window.length}; expected one of {WINDOW_LENGTHS}")
         if self.window.dtype not in get_args(WindowDtype):
-            raise ArtifactError(f"{where}: window.dtype is {shown(self.window.dtype)}; expected {get_args(WindowDtype)}")
+            known = get_args(WindowDtype)
+            raise ArtifactError(f"{where}: window.dtype is {shown(self.window.dtype)}; expected one of {known}")
         if self.granularity not in GRANULARITIES:
             raise ArtifactError(f"{where}: granularity is {self.granularity}; expected one of {GRANULARITIES}")
         check_facts(where, self)

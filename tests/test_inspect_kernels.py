@@ -19,12 +19,14 @@ from stepquant.accounting import byte_count, page_layout
 from stepquant.codec.dual_axis import Codes
 from stepquant.codec.packed import PackedCodec
 from stepquant.codec.spec import CodecSpec
+from stepquant.errors import ArtifactError
 from stepquant.inspect import main
 from stepquant.kernel_tables import MAX_HEADS, print_source
 from stepquant.layout import PARTS
 from stepquant.passes.codegen import write_kernels
 from stepquant.passes.layout import permutation
 from stepquant.plan import LayoutPlan, load_plan
+from stepquant.runtime.load import load_rank_plan
 from tests.plans import small_plan, synthetic_plan
 
 REPORT = {
@@ -303,6 +305,14 @@ def test_edited_and_missing_sources(small, capsys):
     assert "step.py: the generated kernel cannot be read" in refused(capsys, small, "--source", "step")
     path.unlink()
     assert "step.py: a generated kernel is missing" in refused(capsys, small, "--kernels")
+
+
+def test_kernels_of_another_plan_are_not_served(small):
+    """A server reads no more of kernel_plan.json than whose kernels these are, and their hash."""
+    assert load_rank_plan(small).kernel_hash == kernel_json(small)["source_sha256"]
+    edit(small, lambda data: data.update(plan="0" * 64))
+    with pytest.raises(ArtifactError, match="plan is '0000"):
+        load_rank_plan(small)
 
 
 def test_a_kernel_too_many(small, capsys):

@@ -75,6 +75,7 @@ def test_json_is_for_people_and_has_no_path(saved):
         ({"window": WindowSpec(3)}, "window.length is 3"),
         ({"window": WindowSpec(8, "fp8")}, "window.dtype is 'fp8'"),
         ({"codec": CodecSpec("magic")}, "codec.kind is 'magic'"),
+        ({"codec": CodecSpec("dual_axis", "x" * 5000)}, r"codec.codebook is 'x{30,90}\.*'?; expected one of"),
         ({"codec": CodecSpec("dual_axis", "none")}, "codec.codebook is 'none'; expected one of"),
         ({"codec": CodecSpec("dual_axis", "head", 1, 0)}, "codec.group is 0"),
         ({"codec": CodecSpec("dual_axis", "head", 1, 24)}, "codec.group is 24; expected a divisor of value_dim 32"),

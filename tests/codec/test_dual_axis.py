@@ -140,3 +140,19 @@ def test_error_is_never_above_a_head_s_absmax_codec(real_states, bits):
     ours = (codec.roundtrip(real_states) - real_states).square().sum((-1, -2))
     theirs = (naive - real_states).square().sum((-1, -2))
     assert bool((ours <= theirs).all()), float((ours / theirs).max())
+
+
+@pytest.mark.parametrize("codebook", ["head", "shared"])
+def test_heads_of_one_precision_are_what_they_are_beside_others(codebook: str) -> None:
+    """A map of one precision is coded by numbers instead of tensors, FP16 alone without a fit: the same values."""
+    spec, menu = CodecSpec("dual_axis", codebook, group=16), (2, 3, 4, 6, 8, 16)
+    x = torch.randn(len(menu), 24, 32, generator=torch.Generator().manual_seed(7))
+    x[:, 3], x[:, :, 5], x[:, 4, 6] = 0, 0, 1e30
+    w = torch.rand(len(menu), 24, generator=torch.Generator().manual_seed(8)) + 0.5
+    bits = torch.tensor(menu, dtype=torch.uint8)[:, None].repeat(1, 24)
+    together = DualAxisCodec(bits, w, spec, 32).roundtrip(x)
+    for head in range(len(menu)):
+        one = slice(head, head + 1)
+        alone = DualAxisCodec(bits[one], w[one], spec, 32)
+        assert torch.equal(alone.roundtrip(x[one]), together[one])
+        assert torch.equal(alone.reconstruct(alone.fit(x[one])), together[one])
