@@ -16,13 +16,12 @@ from typing import Any
 
 from stepquant.codegen.generate import load_source
 from stepquant.codegen.kernel_plan import KernelPlan, Launch, TargetReport, Variant, launches_of
+from stepquant.codegen.sass import count_instructions
 from stepquant.codegen.spec import KernelSpec
 from stepquant.errors import BackendError
 
 TARGETS = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}  # KiB of shared memory a block
 MAX_SPILL = 0  # bytes
-_OPCODE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
-_LABEL, _BRANCH = re.compile(r"^(\.L_x_\d+):"), re.compile(r"\bBRA\S* .*`\((\.L_x_\d+)\)")
 _DTYPES = {"fp16": "*fp16", "bf16": "*bf16", "fp32": "*fp32", "int8": "*i8"}
 
 
@@ -136,7 +135,7 @@ def _compile(spec: KernelSpec, variant: Variant, source: str, target: str, launc
         spill_bytes=int(found[2]),
         shared_bytes=built.metadata.shared,
         instructions=count,
-        instructions_per_element=round(executed * launch.warps * 32 / elements / variant.bodies, 2),
+        instructions_per_element=round(executed * launch.warps * 32 / elements, 2),
         seconds=round(seconds, 2),
     )
 
@@ -145,30 +144,6 @@ def block_count(spec: KernelSpec) -> int:
     """Blocks of columns of a head, over which what fits and packs loops (`stepquant.codegen.planes`)."""
     constants = spec.constants
     return int(constants["J"]) // (8 * int(constants["E"]))
-
-
-def count_instructions(listing: str, trips: int) -> tuple[int, int]:
-    """Instructions of a kernel, and how many a thread runs where every loop takes `trips` trips.
-
-    A loop is what lies between a label and a branch back to it. Loops over pivot rows or groups of four-level heads
-    take fewer trips than loops over blocks: the second figure errs on the high side.
-    """
-    labels: dict[str, int] = {}
-    loops: list[tuple[int, int]] = []
-    count = 0
-    for line in listing.splitlines():
-        if (label := _LABEL.match(line)) is not None:
-            labels[label[1]] = count
-        if (opcode := _OPCODE.match(line)) is None or opcode[1] == "NOP":
-            continue
-        count += 1
-        branch = _BRANCH.search(line)
-        if branch is not None and labels.get(branch[1], count) < count - 1:
-            loops.append((labels[branch[1]], count))
-    inside: set[int] = set()
-    for first, end in loops:
-        inside.update(range(first, end))
-    return count, count + (trips - 1) * len(inside)
 
 
 def _tool(name: str, option: str, path: Path) -> str:
