@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -26,7 +25,6 @@ from stepquant.codec.recurrence import expand_gate
 
 GDN_CHUNK, KDA_CHUNK = 64, 16  # tokens; KDA's pairwise products grow with the chunk
 CPU_CHUNK = 8  # of states_at, where operations cost more than launches
-CPU_BLOCK = 2**18  # numbers that stay in a core's cache from one operation to the next
 
 
 @dataclass(frozen=True)
@@ -77,16 +75,6 @@ def _shared_gate(k: Tensor, log_gate: Tensor, q: Tensor | None) -> tuple[Tensor,
 
 
 def _gate_a_row(k: Tensor, gate: Tensor, q: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """On a CPU some chunks at a time, so that what the steps carry stays in its cache."""
-    if k.device.type != "cpu" or k.numel() <= CPU_BLOCK:
-        return _gate_a_row_block(k, gate, q)
-    count = max(1, CPU_BLOCK * k.shape[0] // k.numel())
-    blocks = zip(k.split(count), gate.split(count), repeat(None) if q is None else q.split(count), strict=False)
-    overlap, mix, writes = zip(*(_gate_a_row_block(*block) for block in blocks), strict=True)
-    return torch.cat(overlap), None if q is None else torch.cat(mix), torch.cat(writes)
-
-
-def _gate_a_row_block(k: Tensor, gate: Tensor, q: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
     """`carried` holds, for every token i >= d, the key of token i - d decayed to token i."""
     size = k.shape[-2]
     carried, written = k, [k[..., -1, :]]

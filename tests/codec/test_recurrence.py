@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stepquant.codec import chunks
 from stepquant.codec.chunks import GDN_CHUNK, KDA_CHUNK, delta_rule, states_at, states_every
 from stepquant.codec.recurrence import expand_gate, replay, step, transition_rows
 
@@ -160,20 +159,3 @@ def test_chunked_gradients_match_the_replay(kda):
     expected = torch.autograd.grad((replay(*inputs)[0] * weight).sum(), inputs)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
-
-
-def test_chunks_prepared_in_blocks_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU the chunks of KDA are prepared a few at a time; how many at a time is a matter of speed alone."""
-    g = torch.Generator().manual_seed(3)
-    k, q = (torch.nn.functional.normalize(torch.randn(2, 112, 3, 16, generator=g, dtype=torch.float64), dim=-1)
-            for _ in range(2))  # fmt: skip
-    v = torch.randn(2, 112, 3, 8, generator=g, dtype=torch.float64)
-    gate, beta = -torch.rand(2, 112, 3, 16, generator=g).double(), torch.rand(2, 112, 3, generator=g).double()
-    found = {}
-    for size in (1, 2 * 3 * 16 * 16 * 2, 2**30):  # a chunk at a time, two of seven, all of them
-        monkeypatch.setattr(chunks, "CPU_BLOCK", size)
-        found[size] = chunks.delta_rule(q, k, v, gate, beta)
-    y, state = replay(q, k, v, gate, beta)
-    for part in found.values():
-        torch.testing.assert_close(part[0], y, rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(part[1], state, rtol=1e-10, atol=1e-12)
