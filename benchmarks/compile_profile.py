@@ -27,6 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "compile_profile_cpu.json"
 RECIPES = ("tiny_gdn_6bit", "tiny_kda_6bit")
+LEAST = 0.05  # seconds that a row needs
 START, BETWEEN = "start: imports, composing, text", "between passes: writing, comparing, summary"
 
 
@@ -91,6 +92,8 @@ def table(now: dict[str, Any], before: dict[str, Any] | None) -> str:
         rows = {**steps, "all": sum(steps.values())}
         past = {**old, "all": sum(old.values())} if old else {}
         for name, value in rows.items():
+            if max(value, past.get(name, 0.0)) < LEAST:
+                continue
             if not past:
                 lines.append(f"| {name} | {value:.1f} |")
             elif name in past:

@@ -20,7 +20,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from stepquant.errors import ArtifactError
+from stepquant.errors import ArtifactError, shown
 from stepquant.files import dump_tensors, hash_tensors, read_json, read_tensors, write_together
 from stepquant.passes.protocol import Product
 from stepquant.plan import PLAN_JSON, PLAN_TENSORS, LayoutPlan
@@ -114,7 +114,7 @@ def _read_tables(directory: Path) -> tuple[dict[str, tuple[str, Product]], dict[
         base, owner, digest = dict(head["base"]), str(head["plan_sha256"]), str(head["tensors_sha256"])
     except (KeyError, TypeError, ValueError, AttributeError, SafetensorError, RecursionError) as error:
         raise ArtifactError(
-            f"{path}: its header is not that of calibration tables ({error!r}); compile again"
+            f"{path}: its header is not that of calibration tables ({shown(error)}); compile again"
         ) from None
     if hash_tensors(tensors) != digest:
         raise ArtifactError(f"{path}: tensors do not match tensors_sha256 of the header; compile again")

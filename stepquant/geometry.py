@@ -44,7 +44,7 @@ class Geometry:
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(int(i) for i in self.layers))
         if self.family not in FAMILIES:
-            raise RecipeError(f"geometry.family is {self.family!r}; expected one of {', '.join(FAMILIES)}")
+            raise RecipeError(f"geometry.family is {shown(self.family)}; expected one of {', '.join(FAMILIES)}")
         for name in ("num_heads", "num_key_heads", "key_dim", "value_dim"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:

@@ -10,6 +10,7 @@ from stepquant.files import kind_name
 
 Kinds = Mapping[str, type | tuple[type, ...]]
 AGAIN = "compile the plan again"
+MAX_KEY = 80  # characters of a key that may be anything, such as a target's name
 
 
 def check_object(where: str, entry: Any, kinds: Kinds) -> None:
@@ -28,7 +29,7 @@ def check_object(where: str, entry: Any, kinds: Kinds) -> None:
         first = kind[0] if isinstance(kind, tuple) else kind
         if key not in entry:
             raise ArtifactError(f"{where}{key} is missing; expected {kind_name(first)}; {AGAIN}")
-        if not key.isprintable():
+        if not key.isprintable() or len(key) > MAX_KEY:
             raise ArtifactError(f"{where}{shown(key)} is no name; {AGAIN}")
         value = entry[key]
         if not isinstance(value, kind) or (isinstance(value, bool) and first is not bool):

@@ -122,7 +122,7 @@ def _check_finite(where: str, value: Any) -> None:
         raise ArtifactError(f"{where} is {value}; expected a finite number")
     if isinstance(value, Mapping):
         for name, item in value.items():
-            _check_finite(f"{where}.{name}", item)
+            _check_finite(f"{where}.{str(name)[:40]}", item)
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             _check_finite(f"{where}[{index}]", item)

@@ -359,6 +359,7 @@ def _first(**changes: Any) -> Callable[[dict[str, Any]], object]:
         (_first(targets={"sm_90": {}}), "variants[0].targets.sm_90."),
         (_first(targets={"sm_90": {**REPORT, "rejected": [1]}}), "sm_90.rejected is [1]"),
         (_first(targets={"\x1b": REPORT}), "variants[0].targets.'\\x1b' is no name"),
+        (_first(targets={"x" * 3000: REPORT}), "xxx... is no name"),
         (_first(launch={"warps": 3, "registers": None}), "variants[0].launch.warps is 3; expected 2"),
         (_first(bytes_written=1), "variants[0].bytes_written is 1; expected"),
         (lambda d: d["variants"][1]["predicted_us"].update(H200=0.1), "variants[1].predicted_us.H200 is 0.1; expected"),

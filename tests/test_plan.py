@@ -106,6 +106,7 @@ def test_wrong_content_is_refused_in_and_out(tmp_path, change, message):
         (lambda d: d.update(granularity="8"), "granularity is '8'; expected a whole number"),
         (lambda d: d.update(granularity=True), "granularity is True; expected a whole number"),
         (lambda d: d.update(synthetic=0), "synthetic is 0; expected true or false"),
+        (lambda d: d["geometry"].update(family="x" * 3000), r"geometry.family is 'x{76}\.{3}; expected one of gdn"),
         (lambda d: d.update(extra=1), r"plan\.json: 'extra' is unknown; expected \['budget', "),
         (lambda d: d.update(windows={}), r"'windows' is unknown \(did you mean 'window'\?\)"),
         (lambda d: d.update(granularity=-8), "granularity is -8; expected no negative number"),
