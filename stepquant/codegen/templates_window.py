@@ -88,6 +88,7 @@ APPEND_GDN = """    if i_h % (H // HK) == 0:
             store_entry(p_keys, p_key_scale, x_k, n_pending, n_pending + 1, o_key, row_in, K, INT8)
     o_w = tl.arange(0, W)
     ratio = tl.load(p_ratio + o_w, mask=o_w < n_pending, other=0.0) * decay
+    tl.debug_barrier()  # every warp has read the ratios and the gate that one of them replaces
     tl.store(p_ratio + o_w, tl.where(o_w < n_pending, ratio, 1.0), mask=(o_w <= n_pending) & (o_w < W - 1))
     tl.store(p_gamma, base)
 """

@@ -1,6 +1,8 @@
 """Compiles a plan's kernels for a GPU that is not there and runs them in the PTX emulator; prints figures as JSON.
 
-    python -m tests.codegen.compiled read|step|fold|fold_int8 NAME TARGET
+    python -m tests.codegen.compiled read|step|fold|fold_int8 NAME TARGET [LAUNCH]
+
+with the launch at that place of `launches_of`, or the first.
 
 A process of its own, because the tests' own process has the building blocks decorated for Triton's interpreter.
 """
@@ -30,6 +32,8 @@ WINDOW = 8
 class Emulated(PackedKernels):
     """`PackedKernels` whose launches run in the emulator: arguments go into its memory and come back out."""
 
+    place = 0  # of the launch, as far as a kernel has so many
+
     def __init__(self, case: Case, target: str, window: int = WINDOW, buffer: str = "fp16") -> None:
         super().__init__(
             case.layout, case.w, case.codec, case.family, case.key_heads, "0" * 64, window, buffer, device="cpu"
@@ -38,7 +42,8 @@ class Emulated(PackedKernels):
         self.compiled: dict[str, Any] = {}
 
     def _launch(self, name: str, layer: int, pages: Tensor, slots: Tensor, *args: Any) -> None:
-        table, launch = self.tables[layer], launches_of(self.spec, name)[0]
+        table, launches = self.tables[layer], launches_of(self.spec, name)
+        launch = launches[min(self.place, len(launches) - 1)]
         fixed = (pages, pages.stride(0), *(table[n] for n in ("table", "row_w", "row_bits", "order")))
         if name not in self.compiled:
             built = build(self.spec, name, self.sources[name], self.target, launch)
@@ -147,4 +152,5 @@ def check_step(case: Case, target: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     check = {"read": check_read, "step": check_step, "fold": check_fold, "fold_int8": check_fold_int8}[sys.argv[1]]
+    Emulated.place = int(sys.argv[4]) if len(sys.argv) > 4 else 0
     print(json.dumps(check(Case.make(sys.argv[2], 128, 128), sys.argv[3])))

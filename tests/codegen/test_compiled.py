@@ -47,16 +47,16 @@ def test_emulator() -> None:
 
 
 @pytest.mark.parametrize(
-    ("check", "name", "target"),
+    ("check", "name", "target", "launch"),
     [
-        ("read", "kimi_6bit", "sm_90"), ("read", "qwen_4bit", "sm_80"), ("step", "kimi_6bit", "sm_80"),
-        ("step", "qwen_4bit", "sm_90"), ("fold", "kimi_4bit", "sm_90"), ("fold", "qwen_6bit", "sm_80"),
-        ("fold_int8", "kimi_4bit", "sm_90"),
+        ("read", "kimi_6bit", "sm_90", 0), ("read", "qwen_4bit", "sm_80", 0), ("read", "qwen_6bit", "sm_90", 3),
+        ("step", "kimi_6bit", "sm_80", 0), ("step", "qwen_4bit", "sm_90", 0), ("fold", "kimi_4bit", "sm_90", 0),
+        ("fold", "qwen_6bit", "sm_80", 0), ("fold_int8", "kimi_4bit", "sm_90", 0),
     ],
 )  # fmt: skip
-def test_as_compiled(check: str, name: str, target: str) -> None:
+def test_as_compiled(check: str, name: str, target: str, launch: int) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.codegen.compiled", check, name, target]
+    command = [sys.executable, "-m", "tests.codegen.compiled", check, name, target, str(launch)]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.splitlines()[-1])
