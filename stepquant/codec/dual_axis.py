@@ -71,7 +71,8 @@ class DualAxisCodec:
         self.w = w.float().unsqueeze(-1)
         self.integer = (~self.pivot).unsqueeze(-1)
         self.any_pivot, self.all_pivots = bool(self.pivot.any()), bool(self.pivot.all())
-        self.limit = float(self.max_code.flatten()[0]) if bool((bits == bits.flatten()[:1]).all()) else None
+        one = bits.numel() > 0 and bool((bits == bits.flatten()[0]).all())
+        self.limit = float(self.max_code.flatten()[0]) if one else None  # of a map of one precision
         self.w2 = self.w.square() * self.integer  # pivots have no say in the column fit
         four = (bits == 2).all(-1) if spec.codebook == "head" else torch.zeros_like(bits[:, 0], dtype=torch.bool)
         self.four_heads = four.nonzero().flatten() if bool(four.any()) else None
