@@ -74,7 +74,8 @@ def measure(name: str, counts: list[int], device: str, copy: float) -> list[dict
             x.copy_(torch.rand_like(x, dtype=torch.float32) * 0.1)
         for operation, (calls, moved) in (dense_work(case, count, sets) | slot_work(store, count, sets)).items():
             us = graph_time(calls) if device == "cuda" else _wall(calls)
-            row = {"plan": name, "operation": operation, "slots": count, "us": us, "gb_s": moved / us / 1e3}
+            row: dict[str, Any] = {"plan": name, "operation": operation, "slots": count, "us": us}
+            row["gb_s"] = moved / us / 1e3
             found.append(row | {"copy_share": row["gb_s"] / copy if copy else None})
             print(json.dumps(found[-1]), flush=True)
     return found
