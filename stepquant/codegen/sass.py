@@ -9,6 +9,7 @@ _OPCODE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
 _LABEL, _TARGET = re.compile(r"^(\.L_x_\d+):"), re.compile(r"`\((\.L_x_\d+)\)")
 _TABLE = re.compile(r'BRANCH_TARGETS ([^"]*)"')
 _BARRIER = re.compile(r"\bB\d+\b")
+_CONDITION = re.compile(r"\bU?P\d\b")  # as an operand, from sm_100 on: BRA.U !UP0, `(.L_x_0)
 
 
 @dataclass
@@ -53,7 +54,8 @@ def _parse(listing: str) -> tuple[list[_Instruction], dict[str, int]]:
             labels[label[1]] = len(code)
         if (found := _OPCODE.match(line)) is None or found[2] == "NOP":
             continue
-        name, always, target = found[2].partition(".")[0], found[1] is None, _TARGET.search(line)
+        name, target = found[2].partition(".")[0], _TARGET.search(line)
+        always = found[1] is None and _CONDITION.search(line) is None
         instruction = _Instruction()
         if name == "BRA" and target is not None:
             instruction = _Instruction([target[1]], not always)

@@ -54,6 +54,15 @@ def test_the_longest_body_counts_and_its_loops_take_their_trips() -> None:
     assert count_instructions(BODIES, 5) == (18, entry + 1 + 5 * loop + end)
 
 
+def test_conditions_as_operands_are_conditions_too() -> None:
+    """As the disassembler writes branches from sm_100 on."""
+    for written in ("@!UP1 BRA `(.L_x_1)", "@P1 BRA `(.L_x_3)", "@P2 BRA `(.L_x_5)", "@!P0 BRA `(.L_x_0)"):
+        condition, _, target = written.partition(" BRA ")
+        listing = BODIES.replace(written, f"BRA.U {condition[1:]}, {target}")
+        assert listing != BODIES
+        assert count_instructions(listing, 5) == count_instructions(BODIES, 5)
+
+
 def test_a_table_of_branches() -> None:
     assert count_instructions(TABLE, 4) == (8, 2 + 4)
 
