@@ -152,22 +152,19 @@ def key_operands(
     o_key = slot
     if PERMUTED and SHARED_KEYS:
         o_key = tl.load(p_order + slot, mask=slot < K, other=0)
-    TWICE: tl.constexpr = 2 if INT8 else 1
-    o = tl.arange(0, TWICE * EN)[:, None]
+    o = tl.arange(0, 2 * EN)[:, None]
     e = o % EN
     k = load_with_now(p_keys, p_now, e, o_key[None, :], n_pending, (slot < K)[None, :], K, EN, NOW).to(tl.float32)
-    factor = tl.full([TWICE * EN, 1], 1.0, tl.float32)
+    factor = tl.full([2 * EN, 1], 1.0, tl.float32)
     if SHARED_KEYS:
         factor = tl.load(p_ratio + e, mask=e < n_pending, other=0.0)
     if INT8:  # each scale once and each 128 of `load_with_now` once
         factor = factor * (tl.load(p_key_scale + e, mask=e < n_pending, other=0).to(tl.float32) * 128.0)
         factor = factor * (tl.load(p_u_scale + e, mask=e < n_pending, other=0).to(tl.float32) * 128.0)
     high, low = split_half(k * tl.where(e == EN - 1, 1.0, factor))
-    if INT8:  # a join of what was bytes makes Triton take more entries a thread than there are
-        both = tl.where(o < EN, high, low)
-    else:
-        both = tl.reshape(tl.permute(tl.join(high, low), (2, 0, 1)), (2 * EN, 8 * M))
-    return both
+    # No join of the halves: it is stored two bytes a thread, sixteen threads on a bank, and of INT8 buffers it makes Triton
+    # take more entries a thread than there are.
+    return tl.where(o < EN, high, low)
 
 
 @triton.jit
