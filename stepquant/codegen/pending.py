@@ -162,8 +162,8 @@ def key_operands(
         factor = factor * (tl.load(p_key_scale + e, mask=e < n_pending, other=0).to(tl.float32) * 128.0)
         factor = factor * (tl.load(p_u_scale + e, mask=e < n_pending, other=0).to(tl.float32) * 128.0)
     high, low = split_half(k * tl.where(e == EN - 1, 1.0, factor))
-    # No join of the halves: it is stored two bytes a thread, sixteen threads on a bank, and of INT8 buffers it makes Triton
-    # take more entries a thread than there are.
+    # No join of the halves: it is stored two bytes a thread, sixteen threads on a bank, and of INT8 buffers it makes
+    # Triton take more entries a thread than there are.
     return tl.where(o < EN, high, low)
 
 
