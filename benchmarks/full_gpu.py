@@ -8,6 +8,7 @@ there in a process of its own. A compile that fits ends the list; what failed go
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -43,10 +44,14 @@ def compile_here(folder: Path, overrides: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     """Fill the GPU more and less, and compile."""
-    out = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("left", type=float, nargs="*", default=LEFT, help="GiB that are left")
+    args = parser.parse_args()
+    out = args.out
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        for left in [float(x) for x in sys.argv[2:]] or LEFT:
+        for left in args.left:
             ballast = take_all_but(left)
             row = {"left_gib": left, **compile_here(Path(folder), [])}
             del ballast

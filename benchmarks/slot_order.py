@@ -9,8 +9,8 @@ without it.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,7 +92,11 @@ def pages_after(action: str, forward: Forward, beside: bool) -> tuple[Tensor, Te
 
 def main() -> None:
     """Every action with and without the wait."""
-    plan, out = Path(sys.argv[1]), Path(sys.argv[2])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("out", type=Path)
+    args = parser.parse_args()
+    plan, out = args.plan, args.out
     rank = load_rank_plan(plan)
     kernels, waits, found = rank.kernels("cuda"), hooks.after_forwards, []
     activate(PluginState(plan, Accept(), VERSIONS["0.5.12"]))

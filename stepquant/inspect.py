@@ -37,7 +37,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--passes", action="store_true", help="also print seconds and peak memory of every pass")
     parser.add_argument("--layers", action="store_true", help="also print the bits of every layer")
     parser.add_argument("--weights", type=_size, default=None, metavar="BYTES",
-                        help="weights of one replica, e.g. 17776688128 or 16.56GiB (default 0)")  # fmt: skip
+                        help="weights of one replica, e.g. 17776688128 or 16.56GiB (default: the recipe's "
+                        "budget.weights_bytes, or 0)")  # fmt: skip
     parser.add_argument("--batch", type=_counts, default=[1, 32, 64, 128, 256, 512], metavar="B,B,...",
                         help="running requests to tabulate (default 1,32,64,128,256,512)")  # fmt: skip
     parser.add_argument(
@@ -87,13 +88,18 @@ def _slots(text: str) -> int:
     return int(text)
 
 
+def _weights(args: argparse.Namespace, summary: dict[str, Any]) -> int:
+    """Bytes of weights: as told, as the recipe had them, or none."""
+    return int((summary["budget"].get("weights_bytes") or 0) if args.weights is None else args.weights)
+
+
 def full_summary(args: argparse.Namespace) -> dict[str, Any]:
     """The plan's summary with the serving table of the given memory settings."""
     plan = load_plan(args.plan)
     summary = plan_summary(plan)
     if (run := read_run(args.plan, plan.hash)) is not None:
         summary["run"] = run
-    weights = args.weights or 0
+    weights = _weights(args, summary)
     summary["serving"] = serving_rows(summary, weights, args.slots, args.batch, args.context)
     if args.memory is not None:
         summary["concurrency"] = {
@@ -132,7 +138,7 @@ def show(args: argparse.Namespace, console: Console) -> None:
         console.print(f"{args.plan / RUN_JSON} is missing, damaged or of another plan: compile again for the passes")
     if args.layers:
         console.print(layer_table(summary))
-    console.print(serving_table(summary, args.weights or 0, args.slots, args.batch, args.context))
+    console.print(serving_table(summary, _weights(args, summary), args.slots, args.batch, args.context))
 
 
 def show_kernels(args: argparse.Namespace, console: Console) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -85,9 +86,19 @@ def dry_run_summary(context: Context, passes: list[str]) -> dict[str, Any]:
         found["bytes_per_request"]["total"] = total
         found["bits_per_value"] = 8 * total / g.elements
         found["compression_fp32"] = g.fp32_bytes / total
+        found["notes"] = [*found["notes"], *_estimate_notes(context)]
         if recipe.budget.gpu_memory is not None:
             found["concurrency"] = _projected(context, total)
     return found
+
+
+def _estimate_notes(context: Context) -> list[str]:
+    """What `estimated_bytes` cannot know before a solve."""
+    if context.unit == "row":
+        return ["bytes a slot are an estimate: rows are padded to whole words, which the solve decides"]
+    if 2 in context.recipe.candidates():
+        return ["bytes a slot are an estimate: heads that the solve gives two bits have more scales"]
+    return []
 
 
 def estimated_bytes(context: Context, bits: float) -> int:
@@ -108,7 +119,7 @@ def _projected(context: Context, state: int) -> dict[str, int]:
     assert budget.gpu_memory is not None
     memory, length = budget.gpu_memory * budget.gpus, budget.context_length
     packed = recipe_memory(context, state + g.conv_bytes)
-    plain = recipe_memory(context, g.fp32_bytes + g.conv_bytes)
+    plain = replace(recipe_memory(context, g.fp32_bytes + g.conv_bytes), per_running_request=0)  # no window is needed
     return {"fp32": plain.concurrency(memory, length), "plan": packed.concurrency(memory, length)}
 
 

@@ -17,7 +17,7 @@ from stepquant.passes.destinations import check_json, check_output
 from stepquant.passes.layout import make_plan
 from stepquant.passes.pipeline import Pipeline, passes_for
 from stepquant.passes.progress import Progress
-from stepquant.passes.reuse import adopt, open_reused
+from stepquant.passes.reuse import Reused, adopt, open_reused
 from stepquant.passes.targets import check_budget, choose_window
 from stepquant.passes.verify import verify_plan
 from stepquant.plan import LayoutPlan
@@ -67,7 +67,7 @@ def compile_recipe(recipe: Recipe, quiet: bool = False) -> Compiled:
     context = _reused_context(recipe, reused.plan, progress) if reused else Context.open(recipe, progress)
     check_budget(context)
     if recipe.dry_run:
-        return _dry_run(context, quiet)
+        return _dry_run(context, reused, quiet)
     pipeline, windows = choose_window(Pipeline(context, reused))
     context = pipeline.context
     pipeline.run()
@@ -108,8 +108,9 @@ def _reused_context(recipe: Recipe, base: LayoutPlan, progress: Progress) -> Con
     return Context(recipe, base.geometry, Cache(Path(recipe.cache.dir).expanduser(), enabled=False), progress)
 
 
-def _dry_run(context: Context, quiet: bool) -> Compiled:
-    summary = dry_run_summary(context, [p.name for p in passes_for(context)])
+def _dry_run(context: Context, reused: Reused | None, quiet: bool) -> Compiled:
+    passes = Pipeline(context, reused).planned() if reused else [p.name for p in passes_for(context)]
+    summary = dry_run_summary(context, passes)
     checks = _preflight(context)
     summary["checks"] = [{"name": c.name, "ok": c.ok, "detail": c.detail} for c in checks]
     if not quiet:

@@ -128,6 +128,17 @@ class Pipeline(Mapping[str, Product]):
             elif name not in self.made and (name in self.given or self.context.cache.has(name, self.cache_keys[name])):
                 self.context.progress.reuse(name)
 
+    def planned(self) -> list[str]:
+        """Names of the passes that `run` would run, in order.
+
+        Raises:
+            RecipeError: if one of them needs the model and an artifact's tables are reused.
+        """
+        missing = self._missing()
+        if self.reused is not None and any(isinstance(self.passes[name], ObserverPass) for name in missing):
+            raise needs_states(self.context.recipe, self.reused, self._reads_of_missing(self.reused))
+        return [name for name in self.passes if name in missing]
+
     def _missing(self) -> set[str]:
         """Passes that must run: the solver, and backwards whatever a missing pass needs and is not there."""
         missing: set[str] = set()

@@ -132,6 +132,16 @@ def test_dry_run_reads_no_weights(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+def test_dry_run_charges_no_window_to_fp32_and_says_what_it_cannot_know(tmp_path):
+    keys = {"dry_run": True, "budget__gpu_memory": "4GiB", "budget__weights_bytes": "1GiB", "budget__bits": 4}
+    summary = compile_recipe(recipe(tmp_path, **keys), quiet=True).summary
+    g, strategy = summary["geometry"], recipe(tmp_path).budget.slots_per_request
+    slot = summary["bytes_per_request"]["fp32"] + g["conv_bytes"]
+    context = recipe(tmp_path).budget.context_length * g["kv_bytes_per_token"]
+    assert summary["concurrency"]["fp32"] == (3 * 2**30 - slot) // (strategy * slot + context)
+    assert any("estimate" in note for note in summary["notes"])
+
+
 def test_bytes_target_is_met_and_nearly_used(compiled, tmp_path):
     root, _ = compiled
     target = 450_000

@@ -87,6 +87,13 @@ def test_refusals_of_another_method_name_its_keys(made, tmp_path):
     assert "set spatial.gamma=0.25" in message
 
 
+def test_a_dry_run_says_what_the_tables_spare(made, tmp_path):
+    assert again(made, tmp_path, "budget.bits=5", "dry_run=true").summary["passes"] == ["allocation"]
+    gates = ("temporal.weight=gate", "temporal.sensitivity=none", "window.length=1")
+    message = refused(made, tmp_path, *gates, "spatial.gamma=0.5", "dry_run=true", method="default")
+    assert message.startswith("spatial.gamma is 0.5, but reuse=")
+
+
 def test_other_candidates_need_no_new_table(made, tmp_path):
     again(made, tmp_path, "budget.candidates=[4,6,8]")
     assert torch.equal(load_plan(tmp_path / "out").bits, load_plan(made / "g6").bits)
