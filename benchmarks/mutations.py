@@ -21,7 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("stepquant", "tests", "benchmarks", "conf", "recipes", "requirements", "pyproject.toml", ".ci", "Makefile")
+COPIED = (
+    "stepquant",
+    "tests",
+    "benchmarks",
+    "conf",
+    "recipes",
+    "requirements",
+    "pyproject.toml",
+    ".ci",
+    "Makefile",
+    "README.md",
+)
 TABLE = ROOT / "docs" / "mutations.md"
 SECONDS = 300
 
@@ -135,6 +146,8 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write docs/mutations.md")
     args = parser.parse_args()
     chosen = [m for m in mutations() if args.only in m.guard or args.only in m.file]
+    if not chosen:
+        parser.error(f"--only {args.only}: no guard and no file has this word")
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="stepquant-mutations-") as name:
         for item in COPIED:

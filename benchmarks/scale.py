@@ -195,7 +195,7 @@ def one_case(name: str, args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", choices=CASES, default=["qwen", "kimi", "layers"])
+    parser.add_argument("cases", nargs="*", choices=CASES, help="qwen, kimi and layers if none is named")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--segments", type=int, default=32)
     parser.add_argument("--length", type=int, default=2048)
@@ -209,7 +209,7 @@ def main() -> None:
     if args.one:
         one_case(args.cases[0], args)
         return
-    for name in args.cases:
+    for name in args.cases or ("qwen", "kimi", "layers"):
         command = [sys.executable, str(Path(__file__).resolve()), name, "--one", *_options(args)]
         try:
             code = subprocess.run(command, timeout=args.timeout, check=False).returncode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -34,6 +35,11 @@ def exit_code(command: Callable[[], int | None]) -> int:
         if interrupted(error):
             print("interrupted", file=sys.stderr)
             return EXIT_INTERRUPTED
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            name = str(error.filename)
+            error = StepQuantError(
+                f"{name[:60]}... has {len(name)} characters, too many for a path; give a shorter one"
+            )
         if not isinstance(error, StepQuantError):
             raise
         print(f"error: {error}", file=sys.stderr)

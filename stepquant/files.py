@@ -24,7 +24,13 @@ UNSOUND = (SafetensorError, OSError, ValueError, RuntimeError, OverflowError, Me
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same directory and rename it to `path` when the block ends without an error."""
+    """Yield a temporary path in the same directory and rename it to `path` when the block ends without an error.
+
+    Raises:
+        ArtifactError: if it cannot be written, or `path` is a device or a pipe, which it would replace.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ArtifactError(f"{path} is no ordinary file and is not replaced; give a path for one")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)

@@ -64,8 +64,8 @@ def _size(text: str) -> int:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 10**9:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 1,000,000,000")
+    if not text.isdecimal() or len(text) > 10 or not 1 <= int(text) <= 10**9:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number from 1 to 1,000,000,000")
     return int(text)
 
 
@@ -82,9 +82,9 @@ def _counts(text: str) -> list[int]:
 def _slots(text: str) -> int:
     if text in SLOTS_PER_REQUEST:
         return SLOTS_PER_REQUEST[text]
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
         known = ", ".join(SLOTS_PER_REQUEST)
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a positive number nor one of {known}")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is neither a number from 1 to 999,999,999 nor one of {known}")
     return int(text)
 
 

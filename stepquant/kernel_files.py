@@ -101,7 +101,12 @@ def read_kernels(directory: Path, plan: LayoutPlan) -> KernelFiles:
     _check_hash(place, data["source_sha256"], sources, plan)
     spec = _spec(plan)
     current = sources == generate(spec, plan.hash)
-    if current and data["generator_version"] == GENERATOR_VERSION:
+    if current:  # the sources name the version that generated them
+        if data["generator_version"] != GENERATOR_VERSION:
+            raise ArtifactError(
+                f"{path}: generator_version is {shown(data['generator_version'])}; the sources are of version "
+                f"{GENERATOR_VERSION}; {AGAIN}"
+            )
         _check_figures(path, data, variants, sources, plan, spec)
     return KernelFiles(data, variants, sources, current)
 

@@ -44,6 +44,10 @@ def parse_bytes(value: int | float | str) -> int:
         if match is None or factor is None:
             raise RecipeError(f"{value!r} is no size in bytes; expected e.g. 25165824, 24MiB or 80GiB")
         digits = match.group(1).replace("_", "")
+        if len(digits) > 20:
+            raise RecipeError(
+                f"{value[:40]}... is no size in bytes: {len(digits)} digits; expected e.g. 24MiB or 80GiB"
+            )
         if "." not in digits:
             return int(digits) * factor
         return round(float(digits) * factor)

@@ -205,7 +205,7 @@ def test_a_bad_artifact_is_one_line_and_exit_code_2(tmp_path, capsys, args):
     [
         (["--weights", "many"], "'many' is no size in bytes"), (["--batch", "0"], "'0' is no whole number"),
         (["--batch", "1,x"], "'x' is no whole number"), (["--slots", "sometimes"], "nor one of off, no_buffer"),
-        (["--slots", "0"], "neither a positive number"), (["--memory", "5XB"], "'5XB' is no size"),
+        (["--slots", "0"], "neither a number from 1"), (["--memory", "5XB"], "'5XB' is no size"),
         (["--context", "-3"], "'-3' is no whole number"), (["--nonsense"], "unrecognized arguments"), ([], "plan"),
     ],
 )  # fmt: skip

@@ -363,6 +363,7 @@ def _first(**changes: Any) -> Callable[[dict[str, Any]], object]:
         (_first(launch={"warps": 3, "registers": None}), "variants[0].launch.warps is 3; expected 2"),
         (_first(bytes_written=1), "variants[0].bytes_written is 1; expected"),
         (lambda d: d["variants"][1]["predicted_us"].update(H200=0.1), "variants[1].predicted_us.H200 is 0.1; expected"),
+        (lambda d: d.update(generator_version="3"), "generator_version is '3'; the sources are of version"),
         (lambda d: d["spec"].update(window=8), "spec.window is 8; expected 1"),
         (lambda d: d["variants"].reverse(), "variants[0].bytes_read is"),
         (_first(targets={"sm_80": REPORT}), "variants[0].predicted_us.A100 is"),

@@ -147,7 +147,24 @@ def test_byte_sizes_survive_exactly(size):
     assert parse_bytes(f"{size}MiB") == size << 20
 
 
-@pytest.mark.parametrize("value", ["", "MiB", "-3", "1.2.3", "3 parsecs", -1, 1.5, True, None, [3], float("nan")])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        "MiB",
+        "-3",
+        "1.2.3",
+        "3 parsecs",
+        "9" * 400 + ".5",
+        "9" * 5000 + "KiB",
+        -1,
+        1.5,
+        True,
+        None,
+        [3],
+        float("nan"),
+    ],
+)
 def test_sizes_that_are_none(value):
     with pytest.raises(RecipeError, match="bytes"):
         parse_bytes(value)

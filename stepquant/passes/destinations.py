@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from stepquant.artifact import ARTIFACT_FILES, is_artifact
 from stepquant.errors import ArtifactError, RecipeError
-from stepquant.files import read_json
+from stepquant.files import MAX_JSON_BYTES, read_json
+from stepquant.reading import read_value
 from stepquant.swap import is_working_name
 
 
@@ -45,8 +47,40 @@ def check_output(directory: Path, reuse: Path | None = None) -> None:
             raise RecipeError(f"output={directory}: {written} cannot be written to; give output=DIR somewhere else")
 
 
-def check_json(path: Path, output: Path) -> None:
-    """Refuse a ``json`` that cannot be written, or would take the place of something else than a summary.
+def is_summary(path: Path) -> bool:
+    """Whether a file holds what a compile writes to ``json``, or nothing."""
+    try:
+        found = read_json(path, "the summary")
+    except ArtifactError:
+        return not path.stat().st_size
+    return {"name", "geometry", "bytes_per_request"} <= set(found)
+
+
+def is_sizing(path: Path) -> bool:
+    """Whether a file holds what a dry run of ``serve`` writes, or nothing."""
+    try:
+        found = read_json(path, "the sizing")
+    except ArtifactError:
+        return not path.stat().st_size
+    return {"plan", "slot_bytes", "fp32_slot_bytes"} <= set(found)
+
+
+def is_rows(path: Path) -> bool:
+    """Whether a file holds what evaluations write, a list of rows, or nothing."""
+    try:
+        found = read_value(path, "the rows", MAX_JSON_BYTES)
+    except ArtifactError:
+        return not path.stat().st_size
+    return isinstance(found, list) and all(isinstance(row, dict) and "variant" in row for row in found)
+
+
+def check_json(
+    path: Path, output: Path | None = None, own: Callable[[Path], bool] = is_summary, kind: str = "summary of a compile"
+) -> None:
+    """Refuse a ``json`` that cannot be written, or would take the place of something else than what `own` knows.
+
+    Args:
+        output: of a compile, an artifact already in the making.
 
     Raises:
         RecipeError: naming what is in the way.
@@ -56,7 +90,7 @@ def check_json(path: Path, output: Path) -> None:
     real = Path(os.path.realpath(path))
     for directory in real.parents:
         inside = real.relative_to(directory).parts[0]
-        owned = directory == Path(os.path.realpath(output)) or is_artifact(directory)
+        owned = is_artifact(directory) or (output is not None and directory == Path(os.path.realpath(output)))
         if owned and inside in ARTIFACT_FILES:
             raise RecipeError(
                 f"json={path} is a file of the artifact {directory}; give another name, such as "
@@ -67,10 +101,12 @@ def check_json(path: Path, output: Path) -> None:
         raise RecipeError(f"json={path}: {place} is a file; expected a directory or a path for one")
     if not os.access(place, os.W_OK | os.X_OK) or (real.exists() and not os.access(real, os.W_OK)):
         raise RecipeError(f"json={path} cannot be written; give json=FILE somewhere else")
-    if real.exists() and not _is_summary(real):
+    if real.exists() and not real.is_file():
         raise RecipeError(
-            f"json={path} exists and is no summary of a compile; give another name, or delete it if it can go"
+            f"json={path} is no ordinary file, which it would replace; give a path for one, or leave it out"
         )
+    if real.exists() and not own(real):
+        raise RecipeError(f"json={path} exists and is no {kind}; give another name, or delete it if it can go")
 
 
 def _existing(path: Path) -> Path:
@@ -81,11 +117,3 @@ def _existing(path: Path) -> Path:
 def _of_an_artifact(entry: Path) -> bool:
     """Whether an entry of a directory is what compiles and sweeps put there: other artifacts, work in progress."""
     return is_artifact(entry) or is_working_name(entry.name)
-
-
-def _is_summary(path: Path) -> bool:
-    try:
-        found = read_json(path, "the summary")
-    except ArtifactError:
-        return not path.stat().st_size
-    return {"name", "geometry", "bytes_per_request"} <= set(found)

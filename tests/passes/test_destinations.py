@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from stepquant.errors import RecipeError
+from stepquant.errors import ArtifactError, RecipeError
 from stepquant.files import write_json
 from stepquant.passes import destinations
 from stepquant.passes.compile import compile_recipe
-from stepquant.passes.destinations import check_json, check_output
+from stepquant.passes.destinations import check_json, check_output, is_rows, is_sizing, is_summary
 from stepquant.recipe import Recipe
 from tests.plans import small_plan
 
@@ -83,6 +84,26 @@ def test_json_replaces_summaries_only(tmp_path, artifact):
         assert f"json={tmp_path / name} exists and is no summary" in refused(check_json, tmp_path / name, artifact)
     assert "is a directory; expected a file" in refused(check_json, tmp_path, artifact)
     assert "my.yaml is a file; expected a directory" in refused(check_json, tmp_path / "my.yaml" / "s.json", artifact)
+
+
+def test_json_replaces_no_device_and_no_pipe(tmp_path, artifact):
+    """As root a file renamed onto /dev/null takes its place, for every program on the machine."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/null")):
+        for own in (is_summary, is_sizing, is_rows):
+            assert "is no ordinary file" in refused(check_json, path, artifact, own)
+    with pytest.raises(ArtifactError, match="is no ordinary file and is not replaced"):
+        write_json(tmp_path / "pipe", {})
+
+
+def test_json_of_other_commands_spares_artifacts_and_other_files(tmp_path, artifact):
+    for own in (is_sizing, is_rows):
+        assert "is a file of the artifact" in refused(check_json, artifact / "plan.json", None, own)
+    write_json(tmp_path / "rows.json", [{"variant": "int8"}])
+    check_json(tmp_path / "rows.json", None, is_rows)
+    write_json(tmp_path / "list.json", [1, 2])
+    assert "exists and is no list of rows" in refused(check_json, tmp_path / "list.json", None, is_rows, "list of rows")
+    assert "exists and is no sizing" in refused(check_json, tmp_path / "rows.json", None, is_sizing, "sizing")
 
 
 def test_places_without_permission_are_refused(tmp_path, artifact, monkeypatch):

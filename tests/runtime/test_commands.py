@@ -77,6 +77,7 @@ def test_dry_run_of_two_ranks_splits_states_and_weights(plan: Path) -> None:
         (["dry_run=true", "memory=1GiB", "weights=0B"], ["--tp", "three"], "SGLang's arguments after --"),
         (["dry_run=true", "memory=1GiB", "weights=0B"], ["--tp", "3"], "do not divide by tp 3"),
         (["plain=1"], [], "plain"),
+        (["dry_run=true", "memory=1GiB", "weights=0B", "json=/dev/null"], [], "json=/dev/null is no ordinary file"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(
@@ -88,6 +89,13 @@ def test_mistakes_are_one_line_and_exit_code_2(
     assert message in said
     assert said.startswith("error: ")
     assert "Traceback" not in said
+
+
+def test_a_path_too_long_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main([f"plan={'p' * 5000}", "dry_run=true", "memory=1GiB", "weights=0B", "--"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert len(said) < 300
 
 
 def as_if_installed(monkeypatch: pytest.MonkeyPatch, version: str | None = "0.5.12") -> None:
