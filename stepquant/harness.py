@@ -19,7 +19,7 @@ def run(config: Any) -> None:
     from stepquant.evaluation.harness import check_tasks, require_lm_eval, run_tasks
     from stepquant.evaluation.run import chosen_variants, load_for_plan, write_rows
     from stepquant.evaluation.settings import HarnessSettings, from_config
-    from stepquant.passes.destinations import check_json, is_rows
+    from stepquant.passes.destinations import ROWS, check_json
     from stepquant.passes.progress import Progress
     from stepquant.plan import load_plan
     from stepquant.small_operations import small_operations
@@ -30,7 +30,7 @@ def run(config: Any) -> None:
     if not settings.tasks:
         raise RecipeError("tasks is empty; give names of lm-eval tasks, e.g. tasks=[gsm8k]")
     if settings.json:
-        check_json(Path(settings.json).expanduser(), None, is_rows, "list of an evaluation's rows")
+        check_json(Path(settings.json).expanduser(), kind=ROWS)
     require_lm_eval()
     plan, progress = load_plan(settings.plan), Progress()
     variants = chosen_variants(settings, plan)

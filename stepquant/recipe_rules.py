@@ -212,10 +212,19 @@ def _check_budget(recipe: Recipe) -> None:
             raise RecipeError(
                 "budget.gpu_memory is not set, but budget.concurrency is; give budget.gpu_memory=80GiB (of one GPU)"
             )
-        if budget.weights_bytes is None and recipe.model.path is None:
-            raise RecipeError(
-                "budget.weights_bytes is not set and there is no checkpoint to read it from; give budget.weights_bytes"
-            )
+        check_weights(recipe)
+
+
+def check_weights(recipe: Recipe) -> None:
+    """Refuse a recipe that does not say what the weights take.
+
+    Raises:
+        RecipeError: it has neither the bytes nor a checkpoint.
+    """
+    if recipe.budget.weights_bytes is None and recipe.model.path is None:
+        raise RecipeError(
+            "budget.weights_bytes is not set and there is no checkpoint to read it from; give budget.weights_bytes"
+        )
 
 
 def _check_uniform(recipe: Recipe) -> None:

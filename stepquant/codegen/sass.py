@@ -33,9 +33,8 @@ def count_instructions(listing: str, trips: int) -> tuple[int, int]:
     weights = [1] * len(code)
     for at, instruction in enumerate(code):
         for target in instruction.targets:
-            if (
-                instruction.loops and labels.get(target, len(code)) < at
-            ):  # what jumps to itself, behind the end, is no loop
+            # What jumps to itself, behind the end, is no loop.
+            if instruction.loops and labels.get(target, len(code)) < at:
                 weights[labels[target] : at + 1] = [trips] * (at + 1 - labels[target])
     longest = [0] * (len(code) + 1)
     for at in range(len(code) - 1, -1, -1):

@@ -19,7 +19,7 @@ from stepquant.evaluation.streams import Streams, load_streams
 from stepquant.evaluation.variants import StoragePath, Variant, from_plan, named_variant, unique_names
 from stepquant.files import write_text
 from stepquant.passes.cache import Cache
-from stepquant.passes.destinations import check_json, is_rows
+from stepquant.passes.destinations import ROWS, check_json
 from stepquant.passes.out_of_memory import told
 from stepquant.passes.progress import Progress
 from stepquant.plan import LayoutPlan, load_plan
@@ -44,7 +44,7 @@ def evaluate(settings: EvaluateSettings, quiet: bool = False) -> list[dict[str, 
         key = "layers" if settings.layers else "greedy"
         raise RecipeError(f"{key} is set, but path=served measures the drift only; leave {key} out, or say path=packed")
     if settings.json:
-        check_json(Path(settings.json).expanduser(), None, is_rows, "list of an evaluation's rows")
+        check_json(Path(settings.json).expanduser(), kind=ROWS)
     plan, progress = _plan(settings), Progress(quiet)
     variants = chosen_variants(settings, plan)
     run = open_run(settings, plan, progress)

@@ -1,14 +1,15 @@
-"""Where a compile writes, checked before anything is computed: ``output`` and ``json``."""
+"""Where commands write, checked before anything is computed: ``output`` and ``json``."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from stepquant.artifact import ARTIFACT_FILES, is_artifact
 from stepquant.errors import ArtifactError, RecipeError
-from stepquant.files import MAX_JSON_BYTES, read_json
 from stepquant.reading import read_value
 from stepquant.swap import is_working_name
 
@@ -47,37 +48,35 @@ def check_output(directory: Path, reuse: Path | None = None) -> None:
             raise RecipeError(f"output={directory}: {written} cannot be written to; give output=DIR somewhere else")
 
 
-def is_summary(path: Path) -> bool:
-    """Whether a file holds what a compile writes to ``json``, or nothing."""
-    try:
-        found = read_json(path, "the summary")
-    except ArtifactError:
-        return not path.stat().st_size
-    return {"name", "geometry", "bytes_per_request"} <= set(found)
+@dataclass(frozen=True)
+class JsonKind:
+    """What a command writes to ``json``: its name, and whether a value is such a one."""
+
+    name: str
+    known: Callable[[Any], bool]
+
+    def holds(self, path: Path) -> bool:
+        """Whether a file holds one, or nothing."""
+        try:
+            return self.known(read_value(path, f"the {self.name}"))
+        except ArtifactError:
+            return not path.stat().st_size
 
 
-def is_sizing(path: Path) -> bool:
-    """Whether a file holds what a dry run of ``serve`` writes, or nothing."""
-    try:
-        found = read_json(path, "the sizing")
-    except ArtifactError:
-        return not path.stat().st_size
-    return {"plan", "slot_bytes", "fp32_slot_bytes"} <= set(found)
+def _with_keys(*names: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and set(names) <= set(value)
 
 
-def is_rows(path: Path) -> bool:
-    """Whether a file holds what evaluations write, a list of rows, or nothing."""
-    try:
-        found = read_value(path, "the rows", MAX_JSON_BYTES)
-    except ArtifactError:
-        return not path.stat().st_size
-    return isinstance(found, list) and all(isinstance(row, dict) and "variant" in row for row in found)
+SUMMARY = JsonKind("summary of a compile", _with_keys("name", "geometry", "bytes_per_request"))
+SIZING = JsonKind("sizing of a server", _with_keys("plan", "slot_bytes", "fp32_slot_bytes"))
+ROWS = JsonKind(
+    "list of an evaluation's rows",
+    lambda value: isinstance(value, list) and all(isinstance(row, dict) and "variant" in row for row in value),
+)
 
 
-def check_json(
-    path: Path, output: Path | None = None, own: Callable[[Path], bool] = is_summary, kind: str = "summary of a compile"
-) -> None:
-    """Refuse a ``json`` that cannot be written, or would take the place of something else than what `own` knows.
+def check_json(path: Path, output: Path | None = None, kind: JsonKind = SUMMARY) -> None:
+    """Refuse a ``json`` that cannot be written, or would take the place of something else than its own kind.
 
     Args:
         output: of a compile, an artifact already in the making.
@@ -105,8 +104,8 @@ def check_json(
         raise RecipeError(
             f"json={path} is no ordinary file, which it would replace; give a path for one, or leave it out"
         )
-    if real.exists() and not own(real):
-        raise RecipeError(f"json={path} exists and is no {kind}; give another name, or delete it if it can go")
+    if real.exists() and not kind.holds(real):
+        raise RecipeError(f"json={path} exists and is no {kind.name}; give another name, or delete it if it can go")
 
 
 def _existing(path: Path) -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepquant.errors import InfeasibleError, RecipeError
+from stepquant.errors import InfeasibleError
 from stepquant.layout import KERNEL_GRANULARITY, PageLayout
 from stepquant.memory import GIB, ServingMemory, window_bytes
 from stepquant.passes.allocation import PIVOT_CHARGE
@@ -23,6 +23,7 @@ from stepquant.passes.pipeline import Pipeline
 from stepquant.passes.progress import Progress
 from stepquant.plan import WINDOW_LENGTHS
 from stepquant.recipe import Recipe
+from stepquant.recipe_rules import check_weights
 
 RESOLUTION = 1 / 256  # bits a value
 
@@ -178,11 +179,8 @@ def slot_target(context: Context) -> int:
 def serving_memory(context: Context, slot: int) -> ServingMemory:
     """Equation 24's terms for the recipe; `slot` is state plus convolution state, bytes."""
     budget, g, window = context.recipe.budget, context.geometry, context.recipe.window
+    check_weights(context.recipe)
     weights = budget.weights_bytes
-    if weights is None and context.recipe.model.path is None:
-        raise RecipeError(
-            "budget.weights_bytes is not set and there is no checkpoint to read it from; give budget.weights_bytes"
-        )
     if weights is None:
         weights = checkpoint_bytes(str(context.recipe.model.path))
     running = window_bytes(g, window.tokens, window.dtype)

@@ -140,10 +140,10 @@ def show(settings: ServeSettings) -> None:
         InfeasibleError: where not one request fits.
     """
     from stepquant.files import write_json
-    from stepquant.passes.destinations import check_json, is_sizing
+    from stepquant.passes.destinations import SIZING, check_json
 
     if settings.json is not None:
-        check_json(settings.json, None, is_sizing, "sizing of a server")
+        check_json(settings.json, kind=SIZING)
     found = figures(settings)
     print(describe(found))
     if settings.json is not None:

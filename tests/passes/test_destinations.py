@@ -11,11 +11,11 @@ from stepquant.errors import ArtifactError, RecipeError
 from stepquant.files import write_json
 from stepquant.passes import destinations
 from stepquant.passes.compile import compile_recipe
-from stepquant.passes.destinations import check_json, check_output, is_rows, is_sizing, is_summary
+from stepquant.passes.destinations import ROWS, SIZING, SUMMARY, check_json, check_output
 from stepquant.recipe import Recipe
 from tests.plans import small_plan
 
-SUMMARY = {"name": "x", "geometry": {}, "bytes_per_request": {}}
+OLD_SUMMARY = {"name": "x", "geometry": {}, "bytes_per_request": {}}
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_json_does_not_replace_files_of_artifacts(tmp_path, artifact, name):
 
 
 def test_json_replaces_summaries_only(tmp_path, artifact):
-    write_json(tmp_path / "old.json", SUMMARY)
+    write_json(tmp_path / "old.json", OLD_SUMMARY)
     for path in (tmp_path / "old.json", artifact / "summary.json", tmp_path / "none" / "deep" / "s.json"):
         check_json(path, artifact)
     assert not (tmp_path / "none").exists()
@@ -90,20 +90,20 @@ def test_json_replaces_no_device_and_no_pipe(tmp_path, artifact):
     """As root a file renamed onto /dev/null takes its place, for every program on the machine."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/null")):
-        for own in (is_summary, is_sizing, is_rows):
-            assert "is no ordinary file" in refused(check_json, path, artifact, own)
+        for kind in (SUMMARY, SIZING, ROWS):
+            assert "is no ordinary file" in refused(check_json, path, artifact, kind)
     with pytest.raises(ArtifactError, match="is no ordinary file and is not replaced"):
         write_json(tmp_path / "pipe", {})
 
 
 def test_json_of_other_commands_spares_artifacts_and_other_files(tmp_path, artifact):
-    for own in (is_sizing, is_rows):
-        assert "is a file of the artifact" in refused(check_json, artifact / "plan.json", None, own)
+    for kind in (SIZING, ROWS):
+        assert "is a file of the artifact" in refused(check_json, artifact / "plan.json", None, kind)
     write_json(tmp_path / "rows.json", [{"variant": "int8"}])
-    check_json(tmp_path / "rows.json", None, is_rows)
+    check_json(tmp_path / "rows.json", None, ROWS)
     write_json(tmp_path / "list.json", [1, 2])
-    assert "exists and is no list of rows" in refused(check_json, tmp_path / "list.json", None, is_rows, "list of rows")
-    assert "exists and is no sizing" in refused(check_json, tmp_path / "rows.json", None, is_sizing, "sizing")
+    assert "exists and is no list of an evaluation's rows" in refused(check_json, tmp_path / "list.json", None, ROWS)
+    assert "exists and is no sizing" in refused(check_json, tmp_path / "rows.json", None, SIZING)
 
 
 def test_places_without_permission_are_refused(tmp_path, artifact, monkeypatch):

@@ -52,6 +52,18 @@ def test_dry_run_says_slots_bytes_and_cap(plan: Path, tmp_path: Path, capsys: py
     assert f"FP32:   {fp32['slots']} slots" in text
 
 
+def test_a_dry_run_replaces_its_own_figures_and_nothing_else(plan: Path, tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    command = [f"plan={plan}", "dry_run=true", "memory=1GiB", "weights=0B", f"json={out}", "--"]
+    assert serve.main(command) == 0
+    first = out.read_text()
+    assert serve.main(command) == 0
+    assert out.read_text() == first
+    out.write_text('{"model_type": "x"}')
+    assert serve.main(command) == 2
+    assert out.read_text() == '{"model_type": "x"}'
+
+
 def test_dry_run_of_two_ranks_splits_states_and_weights(plan: Path) -> None:
     def figures(tp: int) -> dict[str, Any]:
         arguments = ["--tp", str(tp), "--max-running-requests", "8", "--disable-radix-cache"]
