@@ -34,11 +34,11 @@ def slot_work(store: SlotStore, count: int, sets: int) -> dict[str, Work]:
     order = (torch.randperm(2 * count * sets, device=store.device) + 1).split(count)
     pairs = list(zip(order[::2], order[1::2], strict=True))
     rows = torch.arange(1, count + 1, dtype=torch.int32, device=store.device)
+    full = torch.full_like(rows, WINDOW - 1)  # no numbers of the host in a graph
     window = bytes_per_request(store.kernels.spec) * LAYERS
 
     def flush(slots: torch.Tensor) -> None:
-        store.table[ROW, slots], store.table[PHASE, slots] = rows, WINDOW - 1
-        store.table[PENDING, slots] = WINDOW - 1
+        store.table[ROW, slots], store.table[PHASE, slots], store.table[PENDING, slots] = rows, full, full
         store.flush(slots)
 
     def each(call: Callable[..., Any], both: bool) -> list[Callable[[], Any]]:

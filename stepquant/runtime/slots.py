@@ -140,15 +140,29 @@ class SlotStore:
         self.table[PHASE:].index_fill_(1, slots, 0)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy states `source [n]` to slots `target [n]`; the sets may overlap. Targets belong to no running request
-        afterwards."""
+        """Copy states `source [n]` to slots `target [n]`, which are distinct and no sources: pages are read and written
+        once, in no order. Targets belong to no running request afterwards.
+
+        Raises:
+            BackendError: naming a target that is named twice or is a source too (on a CPU; a GPU is not waited for).
+        """
         source, target = self.owned_index(source), self.owned_index(target)
+        if self.device.type == "cpu":
+            self._check_targets(source, target)
         self.flush(source)
         phases = self.table[PHASE, source]
-        self._words[target] = self._words[source]
+        copy_rows(self.pages, source, target, torch.ones_like(source, dtype=torch.bool))
         self.table[ROW].index_fill_(0, target, -1)
         self.table[PENDING].index_fill_(0, target, 0)
         self.table[PHASE, target] = phases
+
+    @staticmethod
+    def _check_targets(source: Tensor, target: Tensor) -> None:
+        given, seen = target.tolist(), set(source.tolist())
+        for slot in given:
+            if slot in seen:
+                raise BackendError(f"slot {slot} is copied to and is also a source or copied to twice; copy it apart")
+            seen.add(slot)
 
     def save(self, slots: Tensor) -> HostSlots:
         """Packed copies of slots on the host; waits for the device."""

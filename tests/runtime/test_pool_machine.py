@@ -223,9 +223,17 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.plain)
     @rule(data=st.data())
     def copy(self, data: st.DataObject) -> None:
-        """Into slots that exist, several at once: rotations, chains, one source twice, slots onto themselves."""
+        """Into slots that exist, several at once, one source twice; a target is no source and named once."""
         targets = self.some(data, SLOTS)
-        sources = data.draw(st.lists(st.sampled_from(sorted(self.plain)), min_size=len(targets), max_size=len(targets)))
+        others = sorted(set(self.plain) - set(targets))
+        refused = [(targets, targets), (targets[:1] * 2, [*targets[:1] * 2])]
+        refused += [([*others, targets[0]], [*targets[:1], *others])] if others else []
+        for sources, wrong in refused:
+            with pytest.raises(BackendError, match="is copied to and is also a source or copied to twice"):
+                self.pool.copy(self.tensor(*sources), self.tensor(*wrong))
+        if not others:
+            return
+        sources = data.draw(st.lists(st.sampled_from(others), min_size=len(targets), max_size=len(targets)))
         self.pool.copy(self.tensor(*sources), self.tensor(*targets))
         for slot in set(sources):
             self.plain[slot].flush(self.codecs)
