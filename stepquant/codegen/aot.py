@@ -46,8 +46,8 @@ def signature(spec: KernelSpec, name: str, model_dtype: str = "*bf16") -> dict[s
             "state": "*fp32",
             "stride_state": "i32",
             "stride_head": "i32",
-            "stride_row": "i32",
-            "stride_col": "i32",
+            "stride_row": "constexpr",
+            "stride_col": "constexpr",
         }
     if name in ("step", "read"):
         found["L2NORM"] = "constexpr"
@@ -103,10 +103,10 @@ def build(spec: KernelSpec, name: str, source: str, target: str, launch: Launch)
     arch = int(target.removeprefix("sm_"))
     kernel = getattr(load_source(name, source), name)
     types = signature(spec, name)
-    constants: dict[str, Any] = {"ARCH": arch} | ({"L2NORM": True} if "L2NORM" in types else {})
-    aligned = [
-        n for n, t in types.items() if t.startswith("*") or n in ("stride_page", "stride_q", "stride_k", "stride_v")
-    ]
+    given = {"ARCH": arch, "L2NORM": True, "stride_row": 1, "stride_col": spec.key_dim}  # `[n, H, V, K]`, as in SGLang
+    constants = {n: given[n] for n, t in types.items() if t == "constexpr"}
+    strides = ("stride_page", "stride_q", "stride_k", "stride_v", "stride_state", "stride_head")
+    aligned = [n for n, t in types.items() if t.startswith("*") or n in strides]
     attributes = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned}
     options: dict[str, Any] = {"num_warps": launch.warps, "enable_fp_fusion": True}
     if launch.registers:
@@ -127,8 +127,8 @@ def _compile(spec: KernelSpec, variant: Variant, source: str, target: str, launc
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found is None:
         raise BackendError(f"cuobjdump does not say what {variant.name} needs on {target}: {usage[:200]}")
-    count, executed = count_instructions(listing, 1 if variant.name == "read" else block_count(spec))
-    elements = spec.key_dim * spec.value_dim
+    count, executed = count_instructions(listing, 1 if variant.name in ("read", "unpack") else spec.blocks)
+    elements = spec.num_heads * spec.key_dim * spec.value_dim / variant.programs
     return TargetReport(
         launch=launch,
         registers=int(found[1]),
@@ -138,12 +138,6 @@ def _compile(spec: KernelSpec, variant: Variant, source: str, target: str, launc
         instructions_per_element=round(executed * launch.warps * 32 / elements, 2),
         seconds=round(seconds, 2),
     )
-
-
-def block_count(spec: KernelSpec) -> int:
-    """Blocks of columns of a head, over which what fits and packs loops (`stepquant.codegen.planes`)."""
-    constants = spec.constants
-    return int(constants["J"]) // (8 * int(constants["E"]))
 
 
 def _tool(name: str, option: str, path: Path) -> str:

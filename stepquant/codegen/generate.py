@@ -24,14 +24,15 @@ KEY_HEAD = {"key_heads": "HK", "key_head": "i_h // (H // HK)"}
 PLANES = "NIBBLES, EIGHT, SIX, TWO"
 # Public names of the building blocks, so that a generated file imports what it uses and nothing else.
 BLOCKS = {
-    "blocks": ("dense_place", "fit_block", "fit_rows", "load_constants", "load_factors", "load_packed", "pack_pivots",
-               "packed_tile",               "read_pivots", "softplus", "store_codes", "unpack_pivots", "update_pivots"),
+    "blocks": ("fit_block", "fit_rows", "line_tile", "load_constants", "load_factors", "load_packed",
+               "pack_pivot_head", "pack_pivots", "packed_tile", "pivot_lines", "pivot_place", "read_pivots",
+               "row_place", "softplus", "store_codes", "update_pivots"),
     "matrix": ("add_triple", "multiply_head"),
     "pending": ("add_window", "fold_pivots", "key_operands", "read_pending", "saturate", "store_entry",
                 "value_operands"),
     "planes": ("load_block", "open_planes", "prefetch_bytes", "prefetch_head"),
     "table": ("T_BITS", "T_COLUMN", "T_PIVOT", "T_PIVOTS", "T_ROW", "table_offset"),
-    "tile": ("block_vector", "in_sums", "partial_sums", "spread_rows", "tile_columns"),
+    "tile": ("block_vector", "in_sums", "line_columns", "partial_sums", "spread_rows", "tile_columns", "tile_from_rows"),
 }  # fmt: skip
 
 
@@ -42,7 +43,7 @@ def generate(spec: KernelSpec, plan_hash: str) -> dict[str, str]:
         spec: what the kernels are specialised to.
         plan_hash: identity of the plan, for the header.
     """
-    kernels = {"pack": _dense(spec, "pack"), "unpack": _dense(spec, "unpack")}
+    kernels = {"pack": _pack(spec), "unpack": _unpack(spec)}
     if spec.window == 1:
         kernels["step"] = _token_math(spec) + _step(spec)
     else:
@@ -124,13 +125,13 @@ def _dispatch(spec: KernelSpec, call: str, pivots: str) -> str:
     if not spec.uniform:
         return f"    {call.format(kind=_mixed_kind())}\n"
     lines = []
-    for bits in spec.precisions:
+    for word, bits in zip(("if", *["elif"] * 9), spec.precisions, strict=False):
         four = bits == 2
         kind = f"FOUR={four}, BITS={bits}, ARCH=ARCH, "
         kind += f"NIBBLES={not four}, EIGHT={bits == 8}, SIX={bits == 6}, TWO={four}"
-        lines.append(f"    if i_bits == {bits}:\n        {call.format(kind=kind)}\n")
+        lines.append(f"    {word} i_bits == {bits}:\n        {call.format(kind=kind)}\n")
     if spec.pivots == "heads" and pivots:
-        lines.append(f"    if i_bits == 16:\n        {pivots}\n")
+        lines.append(f"    elif i_bits == 16:\n        {pivots}\n")
     return "".join(lines)
 
 
@@ -181,18 +182,31 @@ def _step(spec: KernelSpec) -> str:
     return body + (t.STEP_PIVOTS if spec.pivots == "heads" else "") + kernel
 
 
-def _dense(spec: KernelSpec, name: str) -> str:
-    """The codec of the prefill boundary, `pack` or `unpack`."""
-    constants = "p_w, p_bits, p_limits, " if name == "pack" else ""
-    call = f"{name}_codes(p_page, p_table, {constants}p_state, p_order, stride_row, stride_col, slot, {{kind}})"
-    pivots = Template(t.DENSE_PIVOTS).substitute(name=name, permuted=spec.permuted) if spec.pivots != "none" else ""
-    return Template(t.PACK if name == "pack" else t.UNPACK).substitute(
-        _fit(spec, t.DENSE_LOAD.replace("$permuted", str(spec.permuted)), t.DENSE_TILE, "1.0"),
-        coded="K - tl.load(p_table + T_PIVOTS)" if spec.pivots == "rows" else "K",
-        permuted=spec.permuted,
+def _pack(spec: KernelSpec) -> str:
+    """The way into pages at the prefill boundary."""
+    call = "pack_codes(p_page, p_table, p_w, p_bits, p_limits, p_rows, stride_col, slot, slot_in, {kind})"
+    rows = Template(t.PACK_PIVOT_ROWS).substitute(permuted=spec.permuted) if spec.pivots == "rows" else ""
+    row = "tl.load(order + i_h * K + slot, mask=slot_in, other=0)" if spec.permuted else "slot"
+    return Template(t.PACK).substitute(
+        _fit(spec, t.DENSE_LOAD, t.DENSE_TILE, "1.0"),
         head=t.DENSE_HEAD,
-        dispatch=_dispatch(spec, call, ""),
-        pivots=pivots,
+        row=row,
+        dispatch=_dispatch(spec, call, t.PACK_PIVOT_HEAD),
+        pivots=rows,
+    )
+
+
+def _unpack(spec: KernelSpec) -> str:
+    """The way out of them."""
+    call = "unpack_codes(p_page, p_table, b, p, col, slot, row_in, {kind})"
+    slot = "tl.load(order + (H + i_h) * K + row, mask=row_in, other=0)" if spec.permuted else "row"
+    return Template(t.UNPACK).substitute(
+        planes=PLANES,
+        open=t.OPEN,
+        head=t.DENSE_HEAD,
+        slot=slot,
+        dispatch=_dispatch(spec, call, t.UNPACK_PIVOT_HEAD),
+        pivots=t.UNPACK_PIVOT_ROWS if spec.pivots == "rows" else "",
     )
 
 

@@ -103,7 +103,7 @@ class Variant:
 
     Attributes:
         name, title: of the kernel; file: its source below ``kernels/``.
-        programs: programs a request and layer (one a head); bodies: specialised bodies that they choose from.
+        programs: programs a request and layer (one a head, or one a head and block of columns); bodies: specialised bodies that they choose from.
         tile: axes of the state tile of a program; stages: software pipelining depth (one pass: none).
         bytes_read, bytes_written: a request and step over all layers; `read` with a half full window.
         flops: the same, floating-point operations.
@@ -200,7 +200,7 @@ def _variant(name: str, layout: PageLayout, spec: KernelSpec) -> Variant:
         name=name,
         title=TITLES[name],
         file=f"{name}.py",
-        programs=spec.num_heads,
+        programs=spec.num_heads * (spec.blocks if name == "unpack" else 1),
         bodies=len(spec.precisions) + (spec.pivots == "heads" and name != "read") if spec.uniform else 1,
         tile={"rows": int(constants["KP"]), "columns": int(constants["VP"])},
         elements=elements,

@@ -97,6 +97,12 @@ class KernelSpec:
             "PIVOT_BLOCK": 8, "W": self.window, "EN": max(entries, power_of_two(self.window)),
         }  # fmt: skip
 
+    @property
+    def blocks(self) -> int:
+        """Blocks of columns of a head (`stepquant.codegen.planes`)."""
+        constants = self.constants
+        return int(constants["J"]) // (8 * int(constants["E"]))
+
 
 def head_tables(layout: PageLayout, layer: int, w: ArrayLike, spec: KernelSpec) -> dict[str, np.ndarray]:
     """The data that a layer's kernels read beside the pages, as numpy arrays.
@@ -104,7 +110,7 @@ def head_tables(layout: PageLayout, layer: int, w: ArrayLike, spec: KernelSpec) 
     Returns:
         ``table`` int32 `[H, 16]` (columns in `planes`), ``row_w`` float32 `[2, H, K]` (w and 1 / (n w) in slot order, n
         the columns that a row factor is the mean over), ``row_bits`` uint8 `[4, H, K]` (precisions, then
-        the limits that `words.to_word` takes) and ``order`` int32 `[H, K]` (slot order).
+        the limits that `words.to_word` takes) and ``order`` int32 `[2, H, K]` (rows in slot order, slots of the rows).
     """
     heads = np.arange(layout.num_heads)[:, None]
     order = layout.permutation[layer].astype(np.int32)
@@ -129,7 +135,7 @@ def head_tables(layout: PageLayout, layer: int, w: ArrayLike, spec: KernelSpec) 
         "table": table,
         "row_w": np.stack([weights, 1 / (columns * weights)]).astype(np.float32),
         "row_bits": np.stack([bits, *_limits(bits)]),
-        "order": order,
+        "order": np.stack([order, np.argsort(order, -1).astype(np.int32)]),
     }
 
 

@@ -165,14 +165,12 @@ DENSE_HEAD = """    i_h, i_n = tl.program_id(1), tl.program_id(0).to(tl.int64)
         return
     p_page = pages + i_slot * stride_page
     p_state = state + i_n * stride_state + i_h * stride_head
-    p_order = order + i_h * K
-    slot = tl.arange(0, KP)
 """
 
 PACK = '''
 @triton.jit
 def pack_codes(
-    p_page, p_table, p_w, p_bits, p_limits, p_state, p_order, stride_row, stride_col, slot,
+    p_page, p_table, p_w, p_bits, p_limits, p_rows, stride_col: tl.constexpr, slot, slot_in,
     FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
     NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
@@ -184,45 +182,63 @@ $sums$fit
 @triton.jit
 def pack(
     pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
-    state, stride_state, stride_head, stride_row, stride_col, ARCH: tl.constexpr,
+    state, stride_state, stride_head, stride_row: tl.constexpr, stride_col: tl.constexpr, ARCH: tl.constexpr,
 ):
     """Prefill boundary: program (n, h) packs head h of dense FP32 state n into page `slots[n]`; -1 does nothing."""
 $head    p_w, p_bits, p_limits = row_w + i_h * K, row_bits + i_h * K, row_bits + (H + i_h) * K
+    slot = tl.arange(0, KP)
+    slot_in = slot < K
+    p_rows = p_state + $row * stride_row
 $dispatch$pivots'''
 
 UNPACK = '''
 @triton.jit
 def unpack_codes(
-    p_page, p_table, p_state, p_order, stride_row, stride_col, slot,
+    p_page, p_table, b, p, col, slot, row_in,
     FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
     NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
-    """Read a packed head back as it was quantised."""
-$open    for g in tl.range(0, GROUPS, num_stages=1):
-$factors        for b in tl.range(g * BLOCKS, (g + 1) * BLOCKS, num_stages=1):
-            words, c_old = load_packed(planes, b, p_c, J, M, E, FULL, FOUR, $planes)
-            x = packed_tile(words, c_old, rho, M, E, FOUR, $planes)
-            p, inside = dense_place(p_state, p_order, stride_row, stride_col, b, $coded, K, J, M, E, $permuted)
-            tl.store(p, x, mask=inside)
+    """Read a block of a packed head back as it was quantised."""
+$open    words, c = load_block(planes, b, J, M, E, 1, FULL, FOUR, $planes), tl.load(p_c + col)
+    x = line_tile(words, c, p_r, slot, b // BLOCKS, UNIT, K, M, E, GROUPS, FOUR, $planes)
+$pivots    tl.store(p, x, mask=row_in[None, None, :])
 
 
 @triton.jit
 def unpack(
     pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
-    state, stride_state, stride_head, stride_row, stride_col, ARCH: tl.constexpr,
+    state, stride_state, stride_head, stride_row: tl.constexpr, stride_col: tl.constexpr, ARCH: tl.constexpr,
 ):
-    """Prefill boundary: program (n, h) writes head h of page `slots[n]` to dense FP32 state n; -1 does nothing."""
-$head$dispatch$pivots'''
-
-DENSE_LOAD = """\
-p, inside = dense_place(p_state, p_order, stride_row, stride_col, $b, K, K, J, M, E, $permuted)
-raw = tl.load(p, mask=inside, other=0)
-"""
-DENSE_TILE = "x = in_sums(raw, M, E)\n"
-DENSE_PIVOTS = """    col, col_in = tile_columns(J, JP)
+    """Prefill boundary: program (n, h, b) writes block b of head h of page `slots[n]` to dense FP32 state n; -1 does
+    nothing."""
+$head    b, row = tl.program_id(2), tl.arange(0, KP)
+    row_in = row < K
+    slot = $slot
+    col = line_columns(b, J, E)
+    p = p_state + tl.expand_dims(col * stride_col, 2) + (row * stride_row)[None, None, :]
+$dispatch'''
+# What becomes of the FP16 rows of a head, and of a head that has no others.
+PACK_PIVOT_ROWS = """    col, col_in = tile_columns(J, JP)
     p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
-    ${name}_pivots(
-        p_pivots, tl.load(p_table + T_PIVOTS), p_state, p_order, col, col_in, stride_row, stride_col,
+    pack_pivots(
+        p_pivots, tl.load(p_table + T_PIVOTS), p_state, order + i_h * K, col, col_in, stride_row, stride_col,
         K, V, PIVOT_BLOCK, $permuted,
     )
 """
+PACK_PIVOT_HEAD = """p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
+        pack_pivot_head(p_pivots, p_rows, stride_col, slot, slot_in, V, J, E)"""
+UNPACK_PIVOT_ROWS = """    n_pivots = tl.load(p_table + T_PIVOTS)
+    if n_pivots > 0:
+        p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
+        o_p = slot - (K - n_pivots)
+        inside = row_in & (o_p >= 0)
+        x = tl.where(inside[None, None, :], pivot_lines(p_pivots, o_p, inside, col, V), x)
+"""
+UNPACK_PIVOT_HEAD = """p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
+        tl.store(p, pivot_lines(p_pivots, slot, row_in, col, V), mask=row_in[None, None, :])"""
+
+DENSE_LOAD = """\
+p, inside = row_place(p_rows, stride_col, $b, slot_in, J, E)
+raw = tl.load(p, mask=inside, other=0)
+"""
+DENSE_TILE = "x = in_sums(tile_from_rows(raw, M, E), M, E)\n"

@@ -144,7 +144,7 @@ def fold_pivot_head(p_page, p_table, base, p_us, p_u_now, n_pending, keys_now, N
     """Everything pending into a head that is kept in FP16."""
     p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
     for b in tl.range(0, J // (8 * E), num_stages=1):
-        p, inside = dense_place(p_pivots, p_pivots, V, 1, b, K, K, J, M, E, False)
+        p, inside = pivot_place(p_pivots, b, K, V, J, M, E)
         x = tl.load(p, mask=inside, other=0).to(tl.float32) * base
         x = add_window(x, value_operands(p_us, p_u_now, n_pending, b, V, J, E, EN, NOW), keys_now, M, E, WIDE)
         tl.store(p, saturate(x, p_pivots).to(tl.float16), mask=inside)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stepquant.codegen.words import raw_float, to_word
+from stepquant.codegen.words import pair_bytes, raw_float, to_word
 
 
 @triton.jit
@@ -65,6 +65,13 @@ def slot_places(M: tl.constexpr):
     """The inverse of `tile_slots`: place of every slot."""
     o, A = tl.arange(0, 8 * M), M // 4
     return 8 * ((2 * ((o // 4) % 2) + (o // 2) % 2) * A + o // 32) + 2 * ((o // 8) % 4) + o % 2
+
+
+@triton.jit
+def tile_from_rows(x, M: tl.constexpr, E: tl.constexpr):
+    """A block with its slots in natural order first, ``[slot, h, (e, l)]``, as a tile: no data moves."""
+    x = tl.reshape(x, (M // 4, 4, 2, 2, 2, 2, 8 * E))
+    return tl.reshape(tl.permute(x, (5, 6, 2, 3, 0, 1, 4)), (2, 8 * E, 8 * M))
 
 
 @triton.jit
@@ -142,3 +149,54 @@ def words_from_tile(x, limit0, limit1, M: tl.constexpr, E: tl.constexpr, BITS: t
     x10, x11 = tl.split(x1)
     z00, z01 = _word(x00, limit0, BITS, ARCH), _word(x01, limit0, BITS, ARCH)
     return z00, z01, _word(x10, limit1, BITS, ARCH), _word(x11, limit1, BITS, ARCH)
+
+
+@triton.jit
+def line_columns(b, J: tl.constexpr, E: tl.constexpr):
+    """Value columns of block `b` against lines, ``[l, (h, e)]``."""
+    o = tl.arange(0, 2 * E)
+    return (tl.arange(0, 8) + 8 * E * b)[:, None] + (o // E * J + o % E * 8)[None, :]
+
+
+@triton.jit
+def _slot_words(z0, z1, E: tl.constexpr):
+    """Words of four slots and one column, of both column halves, as words of one slot and four columns.
+
+    Args:
+        z0, z1: words ``[d, l, a, e]`` of the column halves h.
+
+    Returns:
+        ``[d, l, a, j, i1]``, byte 2h + e of each; where E is 1 the odd bytes repeat the even ones.
+    """
+    if E == 2:
+        x0, y0 = tl.split(z0)
+        x1, y1 = tl.split(z1)
+    else:
+        x0, x1 = tl.reshape(z0, z0.shape[:3]), tl.reshape(z1, z1.shape[:3])
+        y0, y1 = x0, x1
+    low0, low1 = pair_bytes(x0, y0, 0, 1), pair_bytes(x1, y1, 0, 1)
+    high0, high1 = pair_bytes(x0, y0, 1, 1), pair_bytes(x1, y1, 1, 1)
+    x0 = tl.join(pair_bytes(low0, low1, 0, 2), pair_bytes(low0, low1, 1, 2))
+    return tl.join(x0, tl.join(pair_bytes(high0, high1, 0, 2), pair_bytes(high0, high1, 1, 2)))
+
+
+@triton.jit
+def line_words(z00, z01, z10, z11, slot, M: tl.constexpr, E: tl.constexpr):
+    """Words z_sh as words of one row and four columns, ``[l, row]``, where `slot` says which slot a row is in.
+
+    Threads exchange words, not floats: a quarter of the bytes, and rows in any order at no cost.
+    """
+    x = tl.join(_slot_words(z00, z01, E), _slot_words(z10, z11, E))
+    x = tl.reshape(tl.permute(x, (1, 2, 0, 5, 4, 3)), (8, 8 * M))
+    return tl.gather(x, slot[None, :] + tl.zeros([8, 8 * M], tl.int32), 1)
+
+
+@triton.jit
+def line_floats(z, M: tl.constexpr, E: tl.constexpr):
+    """The bytes of `line_words` as `raw_float` gives them, ``[l, (h, e), row]``: no data moves."""
+    if E == 2:
+        x0, x1 = tl.join(raw_float(z, 0), raw_float(z, 1)), tl.join(raw_float(z, 2), raw_float(z, 3))
+        x = tl.permute(tl.join(x0, x1), (0, 3, 2, 1))
+    else:
+        x = tl.permute(tl.join(raw_float(z, 0), raw_float(z, 2)), (0, 2, 1))
+    return tl.reshape(x, (8, 2 * E, 8 * M))

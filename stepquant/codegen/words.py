@@ -112,6 +112,23 @@ def raw_float(x, AT: tl.constexpr):
 
 
 @triton.jit
+def pair_bytes(x, y, HALF: tl.constexpr, SIZE: tl.constexpr):
+    """Lower (HALF = 0) or upper halves of the words x and y, taken in turns, SIZE bytes at a time."""
+    if PLAIN:
+        x, y = (x >> (16 * HALF)) & 65535, (y >> (16 * HALF)) & 65535
+        if SIZE == 1:
+            z = (x & 255) | ((x & 65280) << 8) | ((y & 255) << 8) | ((y & 65280) << 16)
+        else:
+            z = x | (y << 16)
+    else:
+        order: tl.constexpr = (0x5140 if SIZE == 1 else 0x5410) + 0x2222 * HALF
+        z = tl.inline_asm_elementwise(
+            f"prmt.b32 $0, $1, $2, {order};", "=r,r,r", [x, y], tl.int32, is_pure=True, pack=1
+        )  # fmt: skip
+    return z
+
+
+@triton.jit
 def scale_raw(x, c):
     """z * c of `raw_float`, c a half as float: one fused multiply-add, exact but for one rounding (RAW has 9 bits)."""
     if PLAIN:

@@ -157,12 +157,14 @@ class PackedKernels(WindowSteps):
             num_warps=launch.warps, maxnreg=launch.registers, enable_fp_fusion=True,
         )  # fmt: skip
 
-    def grid(self, name: str, batch: int) -> tuple[int, int]:
+    def grid(self, name: str, batch: int) -> tuple[int, int, int]:
         """Programs of a kernel: neighbours run the same head, so that they run the same instructions.
 
-        A fold's programs take one request after another of those that complete a window.
+        A fold's programs take one request after another of those that complete a window; an unpack's have a block of
+        columns each.
         """
-        return (-(-batch // self.spec.window) if name == "fold" else batch, self.spec.num_heads)
+        requests = -(-batch // self.spec.window) if name == "fold" else batch
+        return requests, self.spec.num_heads, self.spec.blocks if name == "unpack" else 1
 
 
 def _strided(
