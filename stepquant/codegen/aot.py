@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,16 +95,21 @@ def _with(report: TargetReport, rejected: list[str]) -> TargetReport:
     return TargetReport(**{**{n: getattr(report, n) for n in report.__dataclass_fields__}, "rejected": tuple(rejected)})
 
 
-def build(spec: KernelSpec, name: str, source: str, target: str, launch: Launch) -> Any:
-    """Triton's compiled kernel of a variant (`asm` has its stages, ptx and cubin among them)."""
+def build(
+    spec: KernelSpec, name: str, source: str, target: str, launch: Launch, constants: Mapping[str, int] | None = None
+) -> Any:
+    """Triton's compiled kernel of a variant (`asm` has its stages, ptx and cubin among them).
+
+    `constants` are strides of dense states other than those of `[n, H, V, K]`, as SGLang has them.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     arch = int(target.removeprefix("sm_"))
     kernel = getattr(load_source(name, source), name)
     types = signature(spec, name)
-    given = {"ARCH": arch, "L2NORM": True, "stride_row": 1, "stride_col": spec.key_dim}  # `[n, H, V, K]`, as in SGLang
-    constants = {n: given[n] for n, t in types.items() if t == "constexpr"}
+    given = {"ARCH": arch, "L2NORM": True, "stride_row": 1, "stride_col": spec.key_dim, **(constants or {})}
+    given = {n: given[n] for n, t in types.items() if t == "constexpr"}
     strides = ("stride_page", "stride_q", "stride_k", "stride_v", "stride_state", "stride_head")
     aligned = [n for n, t in types.items() if t.startswith("*") or n in strides]
     attributes = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned}
@@ -112,7 +117,7 @@ def build(spec: KernelSpec, name: str, source: str, target: str, launch: Launch)
     if launch.registers:
         options["maxnreg"] = launch.registers
     types = {n: types[n] for n in kernel.arg_names}
-    source_of = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=attributes)
+    source_of = ASTSource(fn=kernel, signature=types, constexprs=given, attrs=attributes)
     return compile(source_of, target=GPUTarget("cuda", arch, 32), options=options)
 
 

@@ -1,6 +1,6 @@
 """Compiles a plan's kernels for a GPU that is not there and runs them in the PTX emulator; prints figures as JSON.
 
-    python -m tests.codegen.compiled read|step|fold|fold_int8 NAME TARGET [LAUNCH]
+    python -m tests.codegen.compiled read|step|fold|fold_int8|dense NAME TARGET [LAUNCH]
 
 with the launch at that place of `launches_of`, or the first.
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -45,9 +46,13 @@ class Emulated(PackedKernels):
         table, launches = self.tables[layer], launches_of(self.spec, name)
         launch = launches[min(self.place, len(launches) - 1)]
         fixed = (pages, pages.stride(0), *(table[n] for n in ("table", "row_w", "row_bits", "order")))
-        if name not in self.compiled:
-            built = build(self.spec, name, self.sources[name], self.target, launch)
-            self.compiled[name] = parse(built.asm["ptx"])
+        constants: dict[str, Any] = {}
+        if name in ("pack", "unpack"):
+            *args, constants["stride_row"], constants["stride_col"] = args
+        key = f"{name} {constants}"
+        if key not in self.compiled:
+            built = build(self.spec, name, self.sources[name], self.target, launch, constants)
+            self.compiled[key] = parse(built.asm["ptx"])
         memory, places = Memory(), {}
         bound: list[int] = []
         for x in (*fixed, slots, slots.stride(0), *args):
@@ -60,9 +65,8 @@ class Emulated(PackedKernels):
             elif not isinstance(x, bool):  # constants are compiled in
                 bound.append(int(np.float32(x).view(np.uint32)) if isinstance(x, float) else int(x))
         grid = self.grid(name, slots.shape[0])
-        for i in range(grid[0]):
-            for i_h in range(grid[1]):
-                Program(self.compiled[name], launch.warps, memory, bound, (i, i_h), grid).run()
+        for place in product(*map(range, grid)):
+            Program(self.compiled[key], launch.warps, memory, bound, place, grid).run()
         for at, whole in places.values():
             whole.copy_(torch.from_numpy(memory.get(at, whole.numpy())))
 
@@ -150,7 +154,30 @@ def check_step(case: Case, target: str) -> dict[str, Any]:
     return found
 
 
+def check_dense(case: Case, target: str) -> dict[str, Any]:
+    """States packed and unpacked again, in both orders of their axes, as SGLang keeps them first."""
+    kernels, codec, x = Emulated(case, target), case.torch_codec, case.states(1)
+    used, slots = int(case.layout.sizes[0].sum()), torch.tensor([2], dtype=torch.int32)
+    found: dict[str, Any] = {"packed": 0.0, "unpacked": 0.0, "untouched": True}
+    for v_first in (True, False):
+        state = x.transpose(-1, -2).contiguous() if v_first else x
+        pages = torch.full((3, codec.pack(x).shape[1]), 255, dtype=torch.uint8)
+        kernels.pack(0, pages, slots, state, v_first)
+        different = float((pages[2:] != codec.pack(x))[:, :used].float().mean())
+        back = torch.full_like(state, torch.nan)
+        kernels.unpack(0, pages, slots, back, v_first)
+        error = relative(back.transpose(-1, -2) if v_first else back, codec.unpack(pages[2:]))
+        found["packed"] = max(found["packed"], different)
+        found["unpacked"] = error if not error <= found["unpacked"] else found["unpacked"]  # NaN stays
+        found["untouched"] &= bool((pages[:2] == 255).all())
+    return found
+
+
+CHECKS = {
+    "read": check_read, "step": check_step, "fold": check_fold, "fold_int8": check_fold_int8, "dense": check_dense,
+}  # fmt: skip
+
 if __name__ == "__main__":
-    check = {"read": check_read, "step": check_step, "fold": check_fold, "fold_int8": check_fold_int8}[sys.argv[1]]
+    check = CHECKS[sys.argv[1]]
     Emulated.place = int(sys.argv[4]) if len(sys.argv) > 4 else 0
     print(json.dumps(check(Case.make(sys.argv[2], 128, 128), sys.argv[3])))

@@ -51,7 +51,8 @@ def test_emulator() -> None:
     [
         ("read", "kimi_6bit", "sm_90", 0), ("read", "qwen_4bit", "sm_80", 0), ("read", "qwen_6bit", "sm_90", 3),
         ("step", "kimi_6bit", "sm_80", 0), ("step", "qwen_4bit", "sm_90", 0), ("fold", "kimi_4bit", "sm_90", 0),
-        ("fold", "qwen_6bit", "sm_80", 0), ("fold_int8", "kimi_4bit", "sm_90", 0),
+        ("fold", "qwen_6bit", "sm_80", 0), ("fold_int8", "kimi_4bit", "sm_90", 0), ("dense", "qwen_6bit", "sm_90", 0),
+        ("dense", "kimi_6bit", "sm_90", 0),
     ],
 )  # fmt: skip
 def test_as_compiled(check: str, name: str, target: str, launch: int) -> None:
@@ -60,10 +61,14 @@ def test_as_compiled(check: str, name: str, target: str, launch: int) -> None:
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.splitlines()[-1])
+    assert found["untouched"]
+    if check == "dense":
+        assert found["packed"] < 1e-4
+        assert found["unpacked"] < 1e-6
+        return
     rounded = name.startswith("qwen") or check == "fold_int8"  # outputs are bfloat16
     assert found["error"] < (1e-3 if rounded else 1e-4)
     assert found["padded"]
-    assert found["untouched"]
     if check != "read":
         assert found["folds"] >= 2
         assert found["flips"] < 1e-4
