@@ -124,14 +124,14 @@ def _dispatch(spec: KernelSpec, call: str, pivots: str) -> str:
     """Call the body of each kind of head that the plan has, specialised to its precision where heads have one."""
     if not spec.uniform:
         return f"    {call.format(kind=_mixed_kind())}\n"
-    lines = []
-    for word, bits in zip(("if", *["elif"] * 9), spec.precisions, strict=False):
+    lines: list[str] = []
+    for bits in spec.precisions:
         four = bits == 2
         kind = f"FOUR={four}, BITS={bits}, ARCH=ARCH, "
         kind += f"NIBBLES={not four}, EIGHT={bits == 8}, SIX={bits == 6}, TWO={four}"
-        lines.append(f"    {word} i_bits == {bits}:\n        {call.format(kind=kind)}\n")
+        lines.append(f"    {'elif' if lines else 'if'} i_bits == {bits}:\n        {call.format(kind=kind)}\n")
     if spec.pivots == "heads" and pivots:
-        lines.append(f"    elif i_bits == 16:\n        {pivots}\n")
+        lines.append(f"    {'elif' if lines else 'if'} i_bits == 16:\n        {pivots}\n")
     return "".join(lines)
 
 

@@ -66,7 +66,7 @@ class Launch:
 LAUNCHES: Mapping[str, tuple[Launch, ...]] = {
     "read": (Launch(1, 128), Launch(1, 168), Launch(1), Launch(2)),
     **dict.fromkeys(("step", "fold", "flush"), (Launch(2), Launch(4, 128), Launch(4), Launch(8))),
-    **dict.fromkeys(("pack", "unpack"), (Launch(2), Launch(4), Launch(8))),
+    **dict.fromkeys(("pack", "unpack"), (Launch(4), Launch(2), Launch(8))),
 }
 
 

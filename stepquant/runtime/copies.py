@@ -13,6 +13,7 @@ from stepquant.errors import BackendError
 
 PROGRAMS = 32  # that share the copy of one row
 WORDS = 1024  # 8-byte words that a program moves at a time
+CLEARED = 8 * WORDS  # that a program clears
 
 
 @triton.jit
@@ -62,6 +63,33 @@ def copy_rows(rows: Tensor, source: Tensor, target: Tensor, mask: Tensor) -> Non
         pieces, total, apart = PROGRAMS, size // 8, piece
     _copy_rows[(pieces, len(source))](
         words, apart, stride // 8, source, target, mask, piece, total, WORDS=WORDS, num_warps=8
+    )
+
+
+@triton.jit
+def _clear_rows(base, stride_row, index, row_words, CLEARED: tl.constexpr, WORDS: tl.constexpr):
+    """Program (piece, i) fills a piece of row index[i] with zeros."""
+    piece, row = tl.program_id(0), tl.load(index + tl.program_id(1)).to(tl.int64)
+    if row < 0:
+        return
+    start = base + row * stride_row
+    for first in tl.static_range(0, CLEARED, WORDS):
+        word = piece.to(tl.int64) * CLEARED + first + tl.arange(0, WORDS)
+        tl.store(start + word, tl.full([WORDS], 0, tl.int64), mask=word < row_words)
+
+
+def clear_rows(rows: Tensor, index: Tensor) -> None:
+    """Fill rows `index[i]` of `rows` `[N, bytes]` with zeros; negative ones are left out.
+
+    Args:
+        rows: contiguous rows of a multiple of 8 bytes, any such stride. index: int `[B]`.
+    """
+    if not rows.is_cuda:
+        rows[index[index >= 0].long()] = 0
+        return
+    words = rows.view(torch.int64)
+    _clear_rows[(-(-words.shape[1] // CLEARED), len(index))](
+        words, words.stride(0), index, words.shape[1], CLEARED=CLEARED, WORDS=WORDS, num_warps=8
     )
 
 

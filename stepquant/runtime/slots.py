@@ -23,7 +23,7 @@ from torch import Tensor
 
 from stepquant.errors import BackendError
 from stepquant.layout import PageLayout
-from stepquant.runtime.copies import advance, contain, copy_rows
+from stepquant.runtime.copies import advance, clear_rows, contain, copy_rows
 from stepquant.runtime.window import WindowBuffers, allocate_now, bytes_per_request
 from stepquant.runtime.writeback import PAIRS, WritebackStream
 
@@ -135,7 +135,7 @@ class SlotStore:
     def clear(self, slots: Tensor) -> None:
         """Make slots `[n]` what fresh ones are: a zero state, length 0, nothing pending, no running request."""
         slots = self.owned_index(slots)
-        self._words.index_fill_(0, slots, 0)
+        clear_rows(self.pages, slots)
         self.table[ROW].index_fill_(0, slots, -1)
         self.table[PHASE:].index_fill_(1, slots, 0)
 
@@ -222,7 +222,7 @@ class SlotStore:
         self.flush(torch.where(prefixes > 0, slots, -1))  # before a request takes another row
         index = slots.long().clamp(min=0)
         fresh = torch.where(prefixes == 0, index, PADDING_SLOT)
-        self._words.index_fill_(0, fresh, 0)
+        clear_rows(self.pages, torch.where(prefixes == 0, index, -1))
         self.table[PENDING].index_fill_(0, fresh, 0)
         self.table[ROW, index] = torch.where(index > 0, rows.int(), 0)
         self._lengths = torch.where(index > 0, lengths.int() % self.window, 0)
@@ -238,7 +238,7 @@ class SlotStore:
         states = states.float()
         self.kernels.pack(layer, self.page(layer), slots, states, v_first)
         bad = ~states.sum((1, 2, 3)).isfinite() & (slots > 0)
-        self.page(layer).view(torch.int64).index_fill_(0, torch.where(bad, slots.long(), PADDING_SLOT), 0)
+        clear_rows(self.page(layer), torch.where(bad, slots, -1))
         return bad
 
     def extend_layer(self, layer: int, slots: Tensor, states: Tensor, first: int = 0, v_first: bool = True) -> None:

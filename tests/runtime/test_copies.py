@@ -44,6 +44,22 @@ def test_pages(kernels: ModuleType, words: int) -> None:
     assert torch.equal(pages[4], pages[1])
 
 
+@pytest.mark.parametrize("words", [3, 300, 20000])
+def test_clearing(kernels: ModuleType, words: int) -> None:
+    """Rows with a stride of their own, one of them named twice and one left out; what lies between them stays."""
+    pages = torch.randint(1, 255, (6, 8 * (words + 2)), dtype=torch.uint8)
+    rows, index = pages[:, : 8 * words], torch.tensor([4, -1, 1, 4])
+    expected = pages.clone()
+    plain.clear_rows(expected[:, : 8 * words], index)
+    grid = (-(-words // plain.CLEARED), 4)
+    kernels._clear_rows[grid](
+        rows.view(torch.int64), words + 2, index, words, CLEARED=plain.CLEARED, WORDS=plain.WORDS
+    )
+    assert torch.equal(pages, expected)
+    assert bool((pages[[1, 4], : 8 * words] == 0).all())
+    assert bool((pages[[0, 2, 3, 5]] > 0).all() & (pages[:, 8 * words :] > 0).all())
+
+
 def test_layers_of_convolution_states(kernels: ModuleType) -> None:
     conv = torch.randn(3, 6, 8, 3).bfloat16()
     expected = conv.clone()
@@ -54,15 +70,23 @@ def test_layers_of_convolution_states(kernels: ModuleType) -> None:
     assert torch.equal(conv[:, 0], conv[:, 3])
 
 
+def products_of(source: ASTSource) -> list[str]:
+    """Types of the products of a kernel compiled for a GPU."""
+    text = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttir"]
+    return [kind.split("<")[0] for kind in re.findall(r"arith\.muli .* : (\S+)", text)]
+
+
 def test_offsets_are_64_bit() -> None:
     """Slots and pieces are widened before they are multiplied, whatever integers they come as."""
     signature = {"base": "*i64", "stride_piece": "i32", "stride_row": "i32", "source": "*i32", "target": "*i32",
                  "mask": "*i1", "piece_words": "i32", "row_words": "i32", "WORDS": "constexpr"}  # fmt: skip
     source = ASTSource(fn=plain._copy_rows, signature=signature, constexprs={(8,): 64})
-    text = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttir"]
-    products = re.findall(r"arith\.muli .* : (\S+)", text)
-    assert len(products) >= 3
-    assert {kind.split("<")[0] for kind in products} == {"i64"}
+    assert len(products_of(source)) >= 3
+    assert set(products_of(source)) == {"i64"}
+    signature = {"base": "*i64", "stride_row": "i32", "index": "*i32", "row_words": "i32", "CLEARED": "constexpr",
+                 "WORDS": "constexpr"}  # fmt: skip
+    source = ASTSource(fn=plain._clear_rows, signature=signature, constexprs={(4,): 128, (5,): 64})
+    assert set(products_of(source)) == {"i64"}
 
 
 def test_rows_that_are_no_words_are_refused() -> None:
