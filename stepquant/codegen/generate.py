@@ -32,7 +32,8 @@ BLOCKS = {
                 "value_operands"),
     "planes": ("load_block", "open_planes", "prefetch_bytes", "prefetch_head"),
     "table": ("T_BITS", "T_COLUMN", "T_PIVOT", "T_PIVOTS", "T_ROW", "table_offset"),
-    "tile": ("block_vector", "in_sums", "line_columns", "partial_sums", "spread_rows", "tile_columns", "tile_from_rows"),
+    "tile": ("block_vector", "in_sums", "line_columns", "partial_sums", "spread_rows", "tile_columns",
+             "tile_from_rows"),
 }  # fmt: skip
 
 

@@ -103,7 +103,8 @@ class Variant:
 
     Attributes:
         name, title: of the kernel; file: its source below ``kernels/``.
-        programs: programs a request and layer (one a head, or one a head and block of columns); bodies: specialised bodies that they choose from.
+        programs: programs a request and layer (one a head; unpack: one a head and block of columns); bodies:
+            specialised bodies that they choose from.
         tile: axes of the state tile of a program; stages: software pipelining depth (one pass: none).
         bytes_read, bytes_written: a request and step over all layers; `read` with a half full window.
         flops: the same, floating-point operations.

@@ -217,7 +217,7 @@ $head    b, row = tl.program_id(2), tl.arange(0, KP)
     col = line_columns(b, J, E)
     p = p_state + tl.expand_dims(col * stride_col, 2) + (row * stride_row)[None, None, :]
 $dispatch'''
-# What becomes of the FP16 rows of a head, and of a head that has no others.
+# What the FP16 rows of a head need, and a head that has no others.
 PACK_PIVOT_ROWS = """    col, col_in = tile_columns(J, JP)
     p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
     pack_pivots(

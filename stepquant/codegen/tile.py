@@ -8,6 +8,9 @@ A block (`planes`) is a tile ``[h, (e, l), n]``: 16E value columns against all 8
 which is at once how the words of a page unpack and how the matrix units hold a sum of products [columns, slots]. A
 thread has 2E columns, and sums over columns of several blocks stay in it until the last.
 
+Dense states go in and out as lines of memory: a warp loads or stores whole ones of 128 bytes or more, 16 bytes a thread
+(`tile_from_rows`, `line_words`). Their rows are in the model's order, which need not be that of the slots.
+
 Vectors live in two forms. *Compact*: rows in slot order, row factors as ``[HG, slots]`` (HG = 2 in four-level heads,
 where the column halves have their own, otherwise 1), columns in column order; arithmetic on vectors is done here.
 *Spread*: against the tile. Constants: M = slots / 8, a power of two; E = B / 8.

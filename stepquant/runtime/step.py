@@ -129,7 +129,8 @@ class PackedKernels(WindowSteps):
 
         Args:
             pages, slots: as in `step`.
-            state: FP32 `[B, H, K, V]`, or `[B, H, V, K]` with `v_first` (as SGLang keeps it); any strides.
+            state: FP32 `[B, H, K, V]`, or `[B, H, V, K]` with `v_first` (as SGLang keeps it); any strides, those of the
+                last two axes compiled in.
         """
         self._dense("pack", layer, pages, slots, state, v_first)
 

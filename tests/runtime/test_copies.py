@@ -52,9 +52,7 @@ def test_clearing(kernels: ModuleType, words: int) -> None:
     expected = pages.clone()
     plain.clear_rows(expected[:, : 8 * words], index)
     grid = (-(-words // plain.CLEARED), 4)
-    kernels._clear_rows[grid](
-        rows.view(torch.int64), words + 2, index, words, CLEARED=plain.CLEARED, WORDS=plain.WORDS
-    )
+    kernels._clear_rows[grid](rows.view(torch.int64), words + 2, index, words, CLEARED=plain.CLEARED, WORDS=plain.WORDS)
     assert torch.equal(pages, expected)
     assert bool((pages[[1, 4], : 8 * words] == 0).all())
     assert bool((pages[[0, 2, 3, 5]] > 0).all() & (pages[:, 8 * words :] > 0).all())
