@@ -267,8 +267,8 @@ def _fold(spec: KernelSpec, kernel: str, now: bool) -> str:
     if spec.pivots == "rows":
         functions += tw.FOLD_PIVOT_ROWS
         dispatch += (
-            "    fold_pivot_rows(\n        p_page, p_table, gamma, row_in, o_key, p_keys, p_key_scale, p_us, "
-            f"p_u_scale, p_ratio,\n        p_k_now, p_u_now, n_pending, {now},\n    )\n"
+            "    fold_pivot_rows(\n        p_page, p_table, p_gamma, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, p_k_now, "
+            f"p_u_now,\n        n_pending, order + i_h * K, {now},\n    )\n"
         )
     elif spec.pivots == "heads":
         functions += tw.FOLD_PIVOT_HEAD

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stepquant.codegen.blocks import load_pivots, pivot_vector, store_pivots
+from stepquant.codegen.blocks import load_pivots, store_pivots
 from stepquant.codegen.tile import block_columns, tile_slots
 from stepquant.codegen.words import SCALE_MAX, SCALE_MIN
 
@@ -138,30 +138,40 @@ def load_with_now(p, p_now, e, o, n_pending, inside, N: tl.constexpr, EN: tl.con
 
 
 @triton.jit
-def key_operands(
-    p_keys, p_key_scale, p_u_scale, p_ratio, p_now, n_pending, p_order,
-    K: tl.constexpr, M: tl.constexpr, EN: tl.constexpr, NOW: tl.constexpr, SHARED_KEYS: tl.constexpr,
-    PERMUTED: tl.constexpr, INT8: tl.constexpr,
+def gated_keys(
+    p_keys, p_key_scale, p_u_scale, p_ratio, p_now, n_pending, e, o_key, inside,
+    K: tl.constexpr, EN: tl.constexpr, NOW: tl.constexpr, SHARED_KEYS: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """Keys of the pending tokens and, as entry EN - 1, of this one, as right operand of the fold: f16 `[2 EN, 8 M]`.
+    """Rows `o_key` of the keys of entries `e` and, as entry EN - 1, of this token's, as a sum of two halves.
 
-    All gates and scales are in them, so that the residuals go to the matrix units as they are stored. A key is a sum
-    of two halves, in entries e and EN + e.
+    All gates and scales are in them, so that the residuals go to the matrix units as they are stored.
     """
-    slot = tile_slots(M)
-    o_key = slot
-    if PERMUTED and SHARED_KEYS:
-        o_key = tl.load(p_order + slot, mask=slot < K, other=0)
-    o = tl.arange(0, 2 * EN)[:, None]
-    e = o % EN
-    k = load_with_now(p_keys, p_now, e, o_key[None, :], n_pending, (slot < K)[None, :], K, EN, NOW).to(tl.float32)
-    factor = tl.full([2 * EN, 1], 1.0, tl.float32)
+    k = load_with_now(p_keys, p_now, e, o_key, n_pending, inside, K, EN, NOW).to(tl.float32)
+    factor = tl.where(e >= 0, 1.0, 0.0)
     if SHARED_KEYS:
         factor = tl.load(p_ratio + e, mask=e < n_pending, other=0.0)
     if INT8:  # each scale once and each 128 of `load_with_now` once
         factor = factor * (tl.load(p_key_scale + e, mask=e < n_pending, other=0).to(tl.float32) * 128.0)
         factor = factor * (tl.load(p_u_scale + e, mask=e < n_pending, other=0).to(tl.float32) * 128.0)
-    high, low = split_half(k * tl.where(e == EN - 1, 1.0, factor))
+    return split_half(k * tl.where(e == EN - 1, 1.0, factor))
+
+
+@triton.jit
+def key_operands(
+    p_keys, p_key_scale, p_u_scale, p_ratio, p_now, n_pending, p_order,
+    K: tl.constexpr, M: tl.constexpr, EN: tl.constexpr, NOW: tl.constexpr, SHARED_KEYS: tl.constexpr,
+    PERMUTED: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    """Keys of everything pending as right operand of the fold, f16 `[2 EN, 8 M]`: halves in entries e and EN + e."""
+    slot = tile_slots(M)
+    o_key = slot
+    if PERMUTED and SHARED_KEYS:
+        o_key = tl.load(p_order + slot, mask=slot < K, other=0)
+    o = tl.arange(0, 2 * EN)[:, None]
+    high, low = gated_keys(
+        p_keys, p_key_scale, p_u_scale, p_ratio, p_now, n_pending, o % EN, o_key[None, :], (slot < K)[None, :],
+        K, EN, NOW, SHARED_KEYS, INT8,
+    )  # fmt: skip
     # No join of the halves: it is stored two bytes a thread, sixteen threads on a bank, and of INT8 buffers it makes
     # Triton take more entries a thread than there are.
     return tl.where(o < EN, high, low)
@@ -196,19 +206,29 @@ def add_window(x, u, k, M: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def fold_pivots(
-    p_pivots, n_pivots, gamma, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, x_k, u,
-    o_key, row_in, col, col_in, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, PB: tl.constexpr,
-    SHARED_KEYS: tl.constexpr, INT8: tl.constexpr,
+    p_pivots, n_pivots, p_gamma, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, p_k_now, p_u_now, n_pending, p_order,
+    col, col_in, K: tl.constexpr, V: tl.constexpr, EN: tl.constexpr, NOW: tl.constexpr, SHARED_KEYS: tl.constexpr,
+    PERMUTED: tl.constexpr, INT8: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Fold the window into the FP16 rows of a head."""
-    for first in range(0, n_pivots, PB):
-        o_p = first + tl.arange(0, PB)
-        x = load_pivots(p_pivots, o_p, n_pivots, col, col_in, V) * pivot_vector(gamma, o_p, n_pivots, K, KP)
-        for i in range(n_pending):
-            key = load_entry(p_keys, p_key_scale, i, n_pending, o_key, row_in, K, INT8)
-            if SHARED_KEYS:
-                key = key * tl.load(p_ratio + i)
-            u_i = load_entry(p_us, p_u_scale, i, n_pending, col, col_in, V, INT8)
-            x += pivot_vector(key, o_p, n_pivots, K, KP) * u_i[None, :]
-        x += pivot_vector(x_k, o_p, n_pivots, K, KP) * u[None, :]
+    """Fold the window into the FP16 rows of a head on the matrix units, sixteen rows at a time."""
+    o = tl.arange(0, 2 * EN)
+    for first in tl.range(0, n_pivots, 16, num_stages=1):
+        o_p = first + tl.arange(0, 16)
+        u = load_with_now(p_us, p_u_now, (o % EN)[:, None], col[None, :], n_pending, col_in[None, :], V, EN, NOW)
+        slot, inside = tl.minimum(K - n_pivots + o_p, K - 1), o_p < n_pivots  # pivots are in the last slots
+        o_key, gate = slot, tl.load(p_gamma + (0 if SHARED_KEYS else slot))
+        if PERMUTED and SHARED_KEYS:
+            o_key = tl.load(p_order + slot)
+        high, low = gated_keys(
+            p_keys, p_key_scale, p_u_scale, p_ratio, p_k_now, n_pending, (o % EN)[None, :], o_key[:, None],
+            inside[:, None], K, EN, NOW, SHARED_KEYS, INT8,
+        )  # fmt: skip
+        keys = tl.where(o[None, :] < EN, high, low)
+        x = load_pivots(p_pivots, o_p, n_pivots, col, col_in, V)
+        x = x * (gate + tl.zeros([16], tl.float32))[:, None]
+        if WIDE:
+            whole, rest = split_half(u)
+            x = tl.dot(keys, rest, tl.dot(keys, whole, x))
+        else:
+            x = tl.dot(keys, u.to(tl.float16), x)
         store_pivots(p_pivots, x, o_p, n_pivots, col, col_in, V)

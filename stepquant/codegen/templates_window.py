@@ -121,19 +121,15 @@ WINDOW_TILE = "x = add_window(x, us, keys_now, M, E, WIDE)\n"
 FOLD_PIVOT_ROWS = '''
 @triton.jit
 def fold_pivot_rows(
-    p_page, p_table, gamma, row_in, o_key, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, p_k_now, p_u_now, n_pending,
+    p_page, p_table, p_gamma, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, p_k_now, p_u_now, n_pending, p_order,
     NOW: tl.constexpr,
 ):
     """Everything pending into the FP16 rows of a head of integer rows."""
     col, col_in = tile_columns(J, JP)
-    u, x_k = tl.zeros([VP], tl.float32), tl.zeros([KP], tl.float32)
-    if NOW:
-        u = tl.load(p_u_now + col, mask=col_in, other=0).to(tl.float32)
-        x_k = tl.load(p_k_now + o_key, mask=row_in, other=0).to(tl.float32)
     p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
     fold_pivots(
-        p_pivots, tl.load(p_table + T_PIVOTS), gamma + tl.zeros([KP], tl.float32), p_keys, p_key_scale, p_us, p_u_scale,
-        p_ratio, n_pending, x_k, u, o_key, row_in, col, col_in, K, V, KP, PIVOT_BLOCK, SHARED_KEYS, INT8,
+        p_pivots, tl.load(p_table + T_PIVOTS), p_gamma, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, p_k_now,
+        p_u_now, n_pending, p_order, col, col_in, K, V, EN, NOW, SHARED_KEYS, PERMUTED, INT8, WIDE,
     )
 
 '''
