@@ -147,8 +147,9 @@ def main() -> None:
     checked, copy = time.time() - start, copy_bandwidth()
     rows = [row for family in families for batch in batches for row in baseline_times(family, batch)]
     for w in workers:
-        rows += w.measure()
-        print(w.title, [round(r.get("aside_us", r["us"]), 1) for r in rows[-len(batches) :]], flush=True)
+        measured = w.measure()
+        rows += measured
+        print(w.title, [round(r.get("aside_us", r["us"]), 1) for r in measured], flush=True)
     for row in rows:
         row["copy_share"] = row["bytes"] / min(row["us"], row.get("aside_us", row["us"])) / 1e3 / copy
     found = environment() | {"copy_gb_s": copy, "check_seconds": checked, "seconds": time.time() - start, "rows": rows}

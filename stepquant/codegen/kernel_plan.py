@@ -61,7 +61,7 @@ class Launch:
     registers: int | None = None
 
 
-# In order of preference; a compile report takes the first that does not spill on its target, a server the fastest on
+# In order of preference; a compile report takes the first that hardly spills on its target, a server the fastest on
 # its GPU (`stepquant.runtime.tuning`). Caps on registers let more programs share a multiprocessor (docs/kernels.md).
 LAUNCHES: Mapping[str, tuple[Launch, ...]] = {
     "read": (Launch(1, 128), Launch(1, 168), Launch(1), Launch(2)),
@@ -71,13 +71,13 @@ LAUNCHES: Mapping[str, tuple[Launch, ...]] = {
 
 
 def launches_of(spec: KernelSpec, name: str) -> tuple[Launch, ...]:
-    """Launches in order of preference: rows of several precisions fold best on four warps, four-level heads do not fit
-    the registers of fewer."""
+    """Launches in order of preference: rows of several precisions take a read more registers, four-level heads do not
+    fit the registers of two warps."""
     launches = LAUNCHES[name]
-    if name in ("fold", "flush", "step") and spec.four:
-        order = (2, 1, 0, 3)
-    elif name in ("fold", "flush") and not spec.uniform:
+    if name == "read" and not spec.uniform:
         order = (1, 0, 2, 3)
+    elif name in ("fold", "flush", "step") and spec.four:
+        order = (1, 2, 0, 3)
     else:
         return launches
     return tuple(launches[i] for i in order)

@@ -13,11 +13,17 @@ BUFFERS = """    p_us = us + (i_buffer * H + i_h) * ((W - 1) * V)
     p_key_scale = key_scale + (i_buffer * $key_heads + $key_head) * (W - 1)
     p_ratio = ratios + (i_buffer * H + i_h) * (W - 1)
     p_gamma = gammas + (i_buffer * H + i_h)$gamma_width
-    prefetch_bytes(p_us, n_pending * (V * p_us.dtype.element_ty.primitive_bitwidth // 8), 32)
-    prefetch_bytes(p_keys, n_pending * (K * p_keys.dtype.element_ty.primitive_bitwidth // 8), 32)
-    o_key = $key_index
+$prefetch    o_key = $key_index
     gamma = tl.load(p_gamma$gamma_index, mask=$gamma_mask, other=1.0)
 """
+
+PREFETCH = """    prefetch_head(p_page, p_table)
+    prefetch_bytes(p_us, n_pending * (V * p_us.dtype.element_ty.primitive_bitwidth // 8), 32)
+    prefetch_bytes(p_keys, n_pending * (K * p_keys.dtype.element_ty.primitive_bitwidth // 8), 32)
+"""
+# Where a head's words are loaded a block ahead, asking for all of them first pays only while programs are too few to hide
+# each other's loads.
+FEW = "    if tl.num_programs(0) * H <= RESIDENT:\n"
 
 READ_CODES = '''
 @triton.jit
@@ -53,7 +59,6 @@ $token$window    p_out = out + i_n * stride_out + i_h * V + col
         tl.store(p_out, tl.zeros([VP], out.dtype.element_ty), mask=col_in)
         return
     p_page = pages + i_slot * stride_page
-    prefetch_head(p_page, p_table)
 $buffers$body$read_pivots    h_k, h_q = read_pending(
         h_k, h_q, x_k, x_q, decay, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, o_key,
         row_in, col, col_in, K, V, SHARED_KEYS, INT8,
@@ -168,7 +173,6 @@ def fold(
         i_slot = tl.load(slots + i_n * stride_slot).to(tl.int64)
 $window        if i_slot >= 0:
             p_page = pages + i_slot * stride_page
-            prefetch_head(p_page, p_table)
             p_u_now = u_now + (i_n * H + i_h) * V
             p_k_now = k_now + (i_n * $key_heads + $key_head) * K
 $buffers$dispatch'''

@@ -81,7 +81,6 @@ class SlotStore:
         self.table[ROW, 1:] = -1
         ends = (layout.layer_offsets + layout.layer_bytes).tolist()
         self._layers = [self.pages[:, i:j] for i, j in zip(layout.layer_offsets.tolist(), ends, strict=True)]
-        self._words = self.pages.view(torch.int64)  # pages are multiples of 256 bytes: copies move 8 at a time
         self.buffers: list[WindowBuffers] = []
         self.aside: WritebackStream | None = None
         if self.window > 1:

@@ -1,8 +1,7 @@
 """Compile kernels of shipped recipes ahead of time, several at once: ``python -m tests.codegen.aot_pool JOBS``.
 
-JOBS is a JSON list of [recipe, window, target, variants, known]. Plans are synthetic ones at full size; a kernel that
-plans share is compiled once, where `known` is true with the launch of `aot_launches` alone. Prints one JSON object:
-reports by job, and the processor seconds of all of it. A process of its own, because the tests' process runs Triton's
+JOBS is a JSON list of [recipe, window, target, variants]. Plans are synthetic ones at full size; a kernel that plans
+share is compiled once, with the first launch that there is. Prints one JSON object: reports by job, and the processor seconds of all of it. A process of its own, because the tests' process runs Triton's
 interpreter; Triton's cache is a directory that goes with the process.
 """
 
@@ -23,7 +22,6 @@ from stepquant.codegen.aot import compile_variant
 from stepquant.codegen.generate import generate, source_hash
 from stepquant.codegen.kernel_plan import KernelPlan, Launch, Variant, launches_of
 from stepquant.codegen.spec import KernelSpec
-from tests.codegen.aot_launches import chosen
 from tests.plans import synthetic_plan
 
 Job = tuple[KernelSpec, Variant, str, str, tuple[Launch, ...]]
@@ -52,14 +50,13 @@ def processor_seconds() -> float:
 def main() -> None:
     jobs: dict[tuple[str, str], Job] = {}
     names: dict[str, tuple[str, str]] = {}
-    for recipe, window, target, variants, known in json.loads(sys.argv[1]):
+    for recipe, window, target, variants in json.loads(sys.argv[1]):
         plan, sources = kernels(recipe, window)
         found = {v.name: v for v in plan.variants}
         for name in variants:
             key = (sources[name], target)
-            launches = launches_of(plan.spec, name)
-            tried = launches[chosen(recipe, name, target) :][:1] if known else launches
-            jobs.setdefault(key, (plan.spec, found[name], sources[name], target, tried))
+            launches = launches_of(plan.spec, name)[:1]
+            jobs.setdefault(key, (plan.spec, found[name], sources[name], target, launches))
             names[f"{recipe} W={window} {name} {target}"] = key
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache

@@ -1,9 +1,9 @@
-"""Ahead-of-time compile without a GPU: no spills; what each kernel takes is printed at the end of the run.
+"""Ahead-of-time compile without a GPU: the preferred launch of every kernel spills no more than `MAX_SPILL`; what each
+kernel takes is printed at the end of the run.
 
 In CI every kernel of the four main recipes is compiled for sm_90, every kind of body for sm_80, and one recipe's read,
-fold and pack for the other targets, each with the launch that is known not to spill (`aot_launches`): about four
-minutes of one processor. Left to STEPQUANT_SLOW=1, which takes half an hour: every other pair of kernel and target, and
-finding the launch.
+fold and pack for the other targets: about three minutes of one processor. Left to STEPQUANT_SLOW=1, which takes half an
+hour: every other pair of kernel and target.
 """
 
 from __future__ import annotations
@@ -19,34 +19,33 @@ from typing import Any
 import pytest
 
 from stepquant.codegen.aot import MAX_SPILL, TARGETS
-from tests.codegen.aot_launches import chosen
 
 ROOT = Path(__file__).resolve().parents[2]
 WINDOW = ("read", "fold", "flush", "pack", "unpack")
 ALL = {1: ("step", "pack", "unpack"), 8: WINDOW}
-Jobs = list[tuple[str, int, str, tuple[str, ...], bool]]
+Jobs = list[tuple[str, int, str, tuple[str, ...]]]
 RECIPES = ("qwen_6bit", "qwen_4bit", "kimi_6bit", "kimi_4bit")
 MAIN = ("sm_80", "sm_90")
 OTHERS = tuple(target for target in TARGETS if target not in MAIN)
 CI: dict[str, Jobs] = {
     family: [
-        *((recipe, 8, "sm_90", WINDOW, True) for recipe in RECIPES if recipe.startswith(family)),
-        (f"{family}_4bit", 1, "sm_90", ("step",), True),  # window.length=1, as with method=paper
-        (f"{family}_4bit", 8, "sm_80", ("read", "fold", "pack", "unpack"), True),
-        (f"{family}_6bit", 8, "sm_80", ("fold",), True),  # the only one without refits
+        *((recipe, 8, "sm_90", WINDOW) for recipe in RECIPES if recipe.startswith(family)),
+        (f"{family}_4bit", 1, "sm_90", ("step",)),  # window.length=1, as with method=paper
+        (f"{family}_4bit", 8, "sm_80", ("read", "fold", "pack", "unpack")),
+        (f"{family}_6bit", 8, "sm_80", ("fold",)),  # the only one without refits
     ]
     for family in ("qwen", "kimi")
 }
-CI["kimi"] += [("kimi_6bit", 8, target, ("read", "fold", "pack"), True) for target in OTHERS]
+CI["kimi"] += [("kimi_6bit", 8, target, ("read", "fold", "pack")) for target in OTHERS]
 SLOW: dict[str, Jobs] = {
-    f"{recipe} {target}": [(recipe, window, target, names, False) for window, names in ALL.items()]
+    f"{recipe} {target}": [(recipe, window, target, names) for window, names in ALL.items()]
     for recipe in RECIPES
     for target in TARGETS
 }
 
 
 def names_of(jobs: Jobs) -> set[str]:
-    return {f"{recipe} W={window} {name} {target}" for recipe, window, target, names, _ in jobs for name in names}
+    return {f"{recipe} W={window} {name} {target}" for recipe, window, target, names in jobs for name in names}
 
 
 def compile_and_check(jobs: Jobs, record: Callable[[str, object], None]) -> dict[str, Any]:
@@ -64,7 +63,7 @@ def compile_and_check(jobs: Jobs, record: Callable[[str, object], None]) -> dict
                f"{r['shared_bytes']} B shared, {r['instructions_per_element']} instructions an element; "
                f"{found['seconds'][name]:.1f} processor seconds")  # fmt: skip
     for name, r in reports.items():
-        assert r["spill_bytes"] <= MAX_SPILL, f"{name}: spills {r['spill_bytes']} bytes; another place in aot_launches?"
+        assert r["spill_bytes"] <= MAX_SPILL, f"{name}: spills {r['spill_bytes']} bytes"
         assert 0 < r["registers"] <= (r["launch"]["registers"] or 255), name
         assert r["shared_bytes"] <= 1024 * TARGETS[name.split()[-1]], name
         assert r["instructions"] > 0, name
@@ -80,7 +79,7 @@ def test_what_ci_compiles() -> None:
     """Every kernel of every main recipe for sm_90, every kind of body for sm_80, and something for all targets."""
     from tests.codegen.aot_pool import kernels
 
-    jobs = {(r, w, name, target) for part in CI.values() for r, w, target, names, _ in part for name in names}
+    jobs = {(r, w, name, target) for part in CI.values() for r, w, target, names in part for name in names}
     assert jobs >= {(r, 8, name, "sm_90") for r in RECIPES for name in WINDOW}
     assert {target for *_, target in jobs} == set(TARGETS)
     for family in ("qwen", "kimi"):
@@ -96,7 +95,4 @@ def test_what_ci_compiles() -> None:
 @pytest.mark.skipif("STEPQUANT_SLOW" not in os.environ, reason="half an hour; set STEPQUANT_SLOW=1")
 @pytest.mark.parametrize("jobs", SLOW.values(), ids=SLOW)
 def test_everything_compiles(jobs: Jobs, record_property: Callable[[str, object], None]) -> None:
-    reports = compile_and_check(jobs, record_property)
-    for name in reports.keys() & set().union(*map(names_of, CI.values())):
-        recipe, _, kernel, target = name.split()
-        assert len(reports[name]["rejected"]) == chosen(recipe, kernel, target), f"{name}: aot_launches is out of date"
+    compile_and_check(jobs, record_property)
