@@ -14,12 +14,12 @@ from stepquant import recipe_rules as rules
 from stepquant.errors import RecipeError
 from stepquant.recipe import flatten
 
-# reuse=build/qwen_6bit/budget.bits=4: Hydra takes no "=" in a value without quotes.
-_PATH = re.compile(r"([\w.@/]+)=([\w./~@%+:-]+(?:=[\w./~@%+:-]*)+)")
+# reuse=build/qwen_6bit/budget.bits=4, output=~/build: Hydra takes no "=" and no "~" in a value without quotes.
+_PATH = re.compile(r"([\w.@/]+)=([\w./~@%+:-][\w./~@%+:=-]*)")
 
 
 def parse(parser: OverridesParser, text: str) -> Override:
-    """One override; KEY=VALUE in Hydra's grammar. A path needs no quotes for the "=" of a sweep's directory.
+    """One override; KEY=VALUE in Hydra's grammar. A path needs no quotes for its "~" or the "=" of a sweep's directory.
 
     Raises:
         RecipeError: it is none.

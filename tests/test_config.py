@@ -51,9 +51,9 @@ def test_shipped_recipes_compose(name):
 
 
 @pytest.mark.parametrize("key", ["reuse", "output"])
-def test_a_path_with_equals_signs_needs_no_quotes(key, capsys):
+@pytest.mark.parametrize("place", ["build/qwen_6bit/budget.bits=4/spatial.gamma=0.5", "~/build/x", "~me/a=b"])
+def test_a_path_needs_no_quotes(key, place, capsys):
     """Sweeps write to build/NAME/budget.bits=4, which is then given to the next command."""
-    place = "build/qwen_6bit/budget.bits=4/spatial.gamma=0.5"
     for given in (f"{key}={place}", f"{key}='{place}'"):
         code, seen, _, err = run(capsys, "recipe=qwen_6bit", SYNTHETIC, given)
         assert code == 0, err

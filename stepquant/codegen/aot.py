@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from stepquant.codegen.generate import load_source
-from stepquant.codegen.kernel_plan import KernelPlan, Launch, TargetReport, Variant, launches_of
+from stepquant.codegen.kernel_plan import KernelPlan, Launch, TargetReport, Variant, few_programs, launches_of
 from stepquant.codegen.sass import count_instructions
 from stepquant.codegen.spec import KernelSpec
 from stepquant.errors import BackendError
 
 TARGETS = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}  # KiB of shared memory a block
-# Bytes a thread. On an H200 KDA's read is fastest with 16 bytes of spills, four-level folds with 272: what lies outside of
-# the loops costs less than fewer programs a multiprocessor (docs/kernels.md).
+# Bytes a thread. On an H200 KDA's read is fastest with 16 bytes of spills, four-level folds with 272: what lies outside
+# of the loops costs less than fewer programs a multiprocessor (docs/kernels.md).
 MAX_SPILL = 384
+LARGE = 512  # requests of the batch that a read is compiled for
 _DTYPES = {"fp16": "*fp16", "bf16": "*bf16", "fp32": "*fp32", "int8": "*i8"}
 
 
@@ -53,6 +54,8 @@ def signature(spec: KernelSpec, name: str, model_dtype: str = "*bf16") -> dict[s
         }
     if name in ("step", "read"):
         found["L2NORM"] = "constexpr"
+    if name == "read":
+        found["FEW"] = "constexpr"
     return found | {"ARCH": "constexpr"}
 
 
@@ -102,7 +105,8 @@ def build(
 ) -> Any:
     """Triton's compiled kernel of a variant (`asm` has its stages, ptx and cubin among them).
 
-    `constants` are strides of dense states other than those of `[n, H, V, K]`, as SGLang has them.
+    `constants` are strides of dense states other than those of `[n, H, V, K]`, as SGLang has them, and FEW of a read
+    other than that of a large batch.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -110,7 +114,8 @@ def build(
     arch = int(target.removeprefix("sm_"))
     kernel = getattr(load_source(name, source), name)
     types = signature(spec, name)
-    given = {"ARCH": arch, "L2NORM": True, "stride_row": 1, "stride_col": spec.key_dim, **(constants or {})}
+    given = {"ARCH": arch, "L2NORM": True, "FEW": few_programs(spec, LARGE)}
+    given |= {"stride_row": 1, "stride_col": spec.key_dim} | (constants or {})
     given = {n: given[n] for n, t in types.items() if t == "constexpr"}
     strides = ("stride_page", "stride_q", "stride_k", "stride_v", "stride_state", "stride_head")
     aligned = [n for n, t in types.items() if t.startswith("*") or n in strides]

@@ -21,7 +21,6 @@ from stepquant.codegen.spec import KernelSpec
 GENERATOR_VERSION = "5"
 INDENT = "    "
 KEY_HEAD = {"key_heads": "HK", "key_head": "i_h // (H // HK)"}
-RESIDENT = 2112  # programs of a read that are on a large GPU at once: 16 warps on each of 132 multiprocessors
 PLANES = "NIBBLES, EIGHT, SIX, TWO"
 # Public names of the building blocks, so that a generated file imports what it uses and nothing else.
 BLOCKS = {
@@ -83,7 +82,6 @@ def _header(spec: KernelSpec, name: str, body: str, plan_hash: str) -> str:
             "SHARED_KEYS": spec.family == "gdn", "INT8": spec.buffer == "int8", "WIDE": spec.buffer == "fp32",
             "PERMUTED": spec.permuted,
         }  # fmt: skip
-    constants["RESIDENT"] = RESIDENT
     words = set(re.findall(r"\w+", body))
     imports = [
         f"from stepquant.codegen.{module} import {', '.join(n for n in names if n in words)}"
@@ -218,8 +216,7 @@ def _keys(spec: KernelSpec) -> dict[str, str]:
     return {"key_heads": "H", "key_head": "i_h"} if spec.family == "kda" else KEY_HEAD
 
 
-def _buffers(spec: KernelSpec, now: bool = False, few: bool = False) -> str:
-    """`few`: prefetch only where programs are few."""
+def _buffers(spec: KernelSpec, now: bool = False, prefetch: str = tw.PREFETCH) -> str:
     kda = spec.family == "kda"
     mask = "row_in & (o_key < n_pending * KP)" if kda else "n_pending > 0"
     if now:  # the gate of the token just read is in it, whether anything is pending or not
@@ -230,7 +227,7 @@ def _buffers(spec: KernelSpec, now: bool = False, few: bool = False) -> str:
         key_index="slot" if kda else "row",
         gamma_index=" + o_key" if kda else "",
         gamma_mask=mask,
-        prefetch=tw.FEW + indent(tw.PREFETCH, INDENT) if few else tw.PREFETCH,
+        prefetch=prefetch,
     )
 
 
@@ -249,7 +246,7 @@ def _read(spec: KernelSpec) -> str:
     return functions + Template(tw.READ).substitute(
         token=_token(spec),
         window=tw.LOAD_WINDOW,
-        buffers=_buffers(spec, few=spec.uniform),
+        buffers=_buffers(spec, prefetch="    if FEW:\n" + indent(tw.PREFETCH, INDENT)),
         body=body,
         read_pivots=read_pivots,
         append=tw.APPEND_KDA if kda else tw.APPEND_GDN,
@@ -271,8 +268,8 @@ def _fold(spec: KernelSpec, kernel: str, now: bool) -> str:
     if spec.pivots == "rows":
         functions += tw.FOLD_PIVOT_ROWS
         dispatch += (
-            "    fold_pivot_rows(\n        p_page, p_table, p_gamma, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, p_k_now, "
-            f"p_u_now,\n        n_pending, order + i_h * K, {now},\n    )\n"
+            "    fold_pivot_rows(\n        p_page, p_table, p_gamma, p_keys, p_key_scale, p_us, p_u_scale, p_ratio,\n"
+            f"        p_k_now, p_u_now, n_pending, order + i_h * K, {now},\n    )\n"
         )
     elif spec.pivots == "heads":
         functions += tw.FOLD_PIVOT_HEAD

@@ -70,11 +70,24 @@ LAUNCHES: Mapping[str, tuple[Launch, ...]] = {
 }
 
 
+RESIDENT_READS = 16 * 132  # programs of a read on a large GPU at once: 16 warps on each multiprocessor
+
+
+def few_programs(spec: KernelSpec, batch: int) -> bool:
+    """Whether reads of a batch ask for a head's bytes before they load them.
+
+    Where heads have one precision, words are loaded a block ahead, and as soon as the programs are more than a large
+    GPU holds they hide each other's loads: asking first then costs 8%. Rows of several precisions are loaded block by
+    block, and always gain (docs/kernels.md).
+    """
+    return not spec.uniform or batch * spec.num_heads <= RESIDENT_READS
+
+
 def launches_of(spec: KernelSpec, name: str) -> tuple[Launch, ...]:
-    """Launches in order of preference: rows of several precisions take a read more registers, four-level heads do not
-    fit the registers of two warps."""
+    """Launches in order of preference: rows of several precisions read best with more registers and fold best on four
+    warps, four-level heads do not fit the registers of two."""
     launches = LAUNCHES[name]
-    if name == "read" and not spec.uniform:
+    if name in ("read", "fold", "flush") and not spec.uniform:
         order = (1, 0, 2, 3)
     elif name in ("fold", "flush", "step") and spec.four:
         order = (1, 2, 0, 3)

@@ -21,10 +21,6 @@ PREFETCH = """    prefetch_head(p_page, p_table)
     prefetch_bytes(p_us, n_pending * (V * p_us.dtype.element_ty.primitive_bitwidth // 8), 32)
     prefetch_bytes(p_keys, n_pending * (K * p_keys.dtype.element_ty.primitive_bitwidth // 8), 32)
 """
-# Where a head's words are loaded a block ahead, asking for all of them first pays only while programs are too few to hide
-# each other's loads.
-FEW = "    if tl.num_programs(0) * H <= RESIDENT:\n"
-
 READ_CODES = '''
 @triton.jit
 def read_codes(
@@ -46,9 +42,11 @@ def read(
     pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
     q, stride_q, k, stride_k, v, stride_v, a, stride_a, b, stride_b, A_log, dt_bias, scale, out, stride_out,
     buffers, phases, pending, keys, key_scale, us, u_scale, ratios, gammas, k_now, u_now,
-    L2NORM: tl.constexpr, ARCH: tl.constexpr,
+    L2NORM: tl.constexpr, FEW: tl.constexpr, ARCH: tl.constexpr,
 ):
     """One decode step without writeback: program (n, h) reads head h of request n and appends its token.
+
+    FEW: ask for a head's bytes first (`kernel_plan.few_programs`).
 
     `phases[n]` is the request's length mod W and `pending[n]` its entries, both before this token; a token at phase
     W - 1 is not appended but left to `fold` in `k_now` and `u_now`; its gate is folded into everything pending.

@@ -38,7 +38,7 @@ from stepquant.passes.protocol import Product
 from stepquant.plan import WINDOW_LENGTHS, LayoutPlan, WindowSpec, load_plan
 
 StoragePath = Literal["simulated", "packed", "served"]
-_INTEGER = re.compile(r"(int|qmamba|spatial)(\d+)")
+_INTEGER = re.compile(r"(int|qmamba|spatial)([1-9]\d*)")
 _FIXED = ("native", "fp32", "bf16", "fp16", "nvfp4", "damp")
 
 
@@ -178,12 +178,10 @@ def named_variant(
     Raises:
         RecipeError: unknown name, window or precision, or a plan for another model.
     """
-    name, window = text, ""
-    if "@" in text and not _is_plan(text):
-        name, _, window = text.rpartition("@")
+    if "@" not in text or _is_plan(text):
+        return _named(text, plan, tables, path)
+    name, _, window = text.rpartition("@")
     base = _named(name, plan, tables, path)
-    if not window:
-        return base
     length, _, dtype = window.partition(":")
     if not length.isdecimal() or int(length) not in WINDOW_LENGTHS or (dtype and dtype not in BUFFER_BITS):
         raise RecipeError(

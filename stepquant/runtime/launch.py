@@ -51,9 +51,10 @@ class ServeSettings:
             if not isinstance(config[name], bool):
                 raise RecipeError(f"{name} is {config[name]!r}; expected true or false")
         sizes = {n: None if config[n] is None else parse_bytes(config[n]) for n in ("memory", "weights")}
-        json = None if config.json is None else Path(str(config.json))
+        json = None if config.json is None else Path(str(config.json)).expanduser()
         accept = Accept(**{name: config[name] for name in accepted})
-        return cls(Path(str(config.plan)), accept, parse_arguments(arguments), **sizes, json=json, tune=config.tune)
+        plan = Path(str(config.plan)).expanduser()
+        return cls(plan, accept, parse_arguments(arguments), **sizes, json=json, tune=config.tune)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -15,7 +15,7 @@ from torch import Tensor
 from stepquant.codec.spec import CodecSpec
 from stepquant.codegen.folds import list_folds
 from stepquant.codegen.generate import generate, load_source, source_hash
-from stepquant.codegen.kernel_plan import Launch, launches_of
+from stepquant.codegen.kernel_plan import Launch, few_programs, launches_of
 from stepquant.codegen.spec import KernelSpec, head_tables, power_of_two
 from stepquant.errors import ArtifactError
 from stepquant.layout import PageLayout
@@ -93,7 +93,8 @@ class PackedKernels(WindowSteps):
         """The first half of `window_step`: pages are not written, tokens that complete a window go to k_now, u_now."""
         token = _strided(q, k, v, a, b, A_log, dt_bias, scale, out)
         window = (rows, phases, pending, *buffers.arguments, buffers.k_now, buffers.u_now)
-        self._launch("read", layer, pages, slots, *token, *window, l2norm)
+        few = few_programs(self.spec, slots.shape[0])
+        self._launch("read", layer, pages, slots, *token, *window, l2norm, few)
         return out
 
     def fold(

@@ -1,8 +1,9 @@
 """Compile kernels of shipped recipes ahead of time, several at once: ``python -m tests.codegen.aot_pool JOBS``.
 
 JOBS is a JSON list of [recipe, window, target, variants]. Plans are synthetic ones at full size; a kernel that plans
-share is compiled once, with the first launch that there is. Prints one JSON object: reports by job, and the processor seconds of all of it. A process of its own, because the tests' process runs Triton's
-interpreter; Triton's cache is a directory that goes with the process.
+share is compiled once, with the first launch that there is. Prints one JSON object: reports by job, and the processor
+seconds of all of it. A process of its own, because the tests' process runs Triton's interpreter; Triton's cache is a
+directory that goes with the process.
 """
 
 from __future__ import annotations

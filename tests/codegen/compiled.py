@@ -49,6 +49,8 @@ class Emulated(PackedKernels):
         constants: dict[str, Any] = {}
         if name in ("pack", "unpack"):
             *args, constants["stride_row"], constants["stride_col"] = args
+        if name == "read":
+            *args, constants["FEW"] = args
         key = f"{name} {constants}"
         if key not in self.compiled:
             built = build(self.spec, name, self.sources[name], self.target, launch, constants)

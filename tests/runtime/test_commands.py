@@ -52,6 +52,13 @@ def test_dry_run_says_slots_bytes_and_cap(plan: Path, tmp_path: Path, capsys: py
     assert f"FP32:   {fp32['slots']} slots" in text
 
 
+def test_paths_may_begin_with_a_tilde(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine").symlink_to(plan)
+    assert serve.main(["plan=~/mine", "dry_run=true", "memory=1GiB", "weights=0B", "json=~/out.json", "--"]) == 0
+    assert json.loads((tmp_path / "out.json").read_text())["packed"]["slots"] > 0
+
+
 def test_a_dry_run_replaces_its_own_figures_and_nothing_else(plan: Path, tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [f"plan={plan}", "dry_run=true", "memory=1GiB", "weights=0B", f"json={out}", "--"]
