@@ -360,7 +360,7 @@ def _first(**changes: Any) -> Callable[[dict[str, Any]], object]:
         (_first(targets={"sm_90": {**REPORT, "rejected": [1]}}), "sm_90.rejected is [1]"),
         (_first(targets={"\x1b": REPORT}), "variants[0].targets.'\\x1b' is no name"),
         (_first(targets={"x" * 3000: REPORT}), "xxx... is no name"),
-        (_first(launch={"warps": 3, "registers": None}), "variants[0].launch.warps is 3; expected 2"),
+        (_first(launch={"warps": 3, "registers": None}), "variants[0].launch.warps is 3; expected 4"),
         (_first(bytes_written=1), "variants[0].bytes_written is 1; expected"),
         (lambda d: d["variants"][1]["predicted_us"].update(H200=0.1), "variants[1].predicted_us.H200 is 0.1; expected"),
         (lambda d: d.update(generator_version="3"), "generator_version is '3'; the sources are of version"),
@@ -368,7 +368,7 @@ def _first(**changes: Any) -> Callable[[dict[str, Any]], object]:
         (lambda d: d["variants"].reverse(), "variants[0].bytes_read is"),
         (_first(targets={"sm_80": REPORT}), "variants[0].predicted_us.A100 is"),
         (_first(targets={"sm_90": {**REPORT, "launch": {"warps": 3, "registers": None}}}),
-         "the launch of pack for 'sm_90' is Launch(warps=3, registers=None); expected one of Launch(warps=2, reg"),
+         "the launch of pack for 'sm_90' is Launch(warps=3, registers=None); expected one of Launch(warps=4, reg"),
         (_first(targets={"sm_90": {**REPORT, "instructions_per_element": 10**10}}), "expected at most 1000000"),
     ],
 )  # fmt: skip

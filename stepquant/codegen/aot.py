@@ -115,7 +115,7 @@ def build(
     kernel = getattr(load_source(name, source), name)
     types = signature(spec, name)
     given = {"ARCH": arch, "L2NORM": True, "FEW": few_programs(spec, LARGE)}
-    given |= {"stride_row": 1, "stride_col": spec.key_dim} | (constants or {})
+    given |= {"stride_row": 1, "stride_col": spec.key_dim, **(constants or {})}
     given = {n: given[n] for n, t in types.items() if t == "constexpr"}
     strides = ("stride_page", "stride_q", "stride_k", "stride_v", "stride_state", "stride_head")
     aligned = [n for n, t in types.items() if t.startswith("*") or n in strides]
