@@ -91,6 +91,28 @@ def test_a_copy_at_every_point_of_a_window(family: Literal["gdn", "kda"], before
 
 
 @pytest.mark.parametrize("family", ["gdn", "kda"])
+def test_a_request_that_goes_on_in_another_row_takes_its_tokens_along(family: Literal["gdn", "kda"]) -> None:
+    """Two requests with one state and one text: what is pending of the first is in its page once it has another row."""
+    g = torch.Generator().manual_seed(0)
+    pool = PackedPool(layout_of(family)[0], kernels_of(family, 4), 2, 3, "cpu")
+    slots = torch.tensor([1, 2], dtype=torch.int32)
+    pool.begin_extend(slots, torch.tensor([1, 2]), torch.zeros(2), torch.tensor([8, 8]))
+    for layer in range(LAYERS):
+        pool.extend_layer(layer, slots, torch.randn(1, HEADS, V, K, generator=g).expand(2, -1, -1, -1) * 0.1)
+    before = pool.pages[1].clone()
+    for _ in range(3):
+        for layer in range(LAYERS):
+            one = token_of(family, 1, g)
+            token = {n: x.expand(2, *x.shape[1:]) if n in "qkvab" else x for n, x in one.items()}
+            pool.decode(layer, slots, **token, scale=K**-0.5, out=torch.empty(2, HEADS, V))
+    pool.flush(slots[1:])
+    pool.begin_extend(slots[:1], torch.tensor([3]), torch.tensor([11]), torch.tensor([15]))
+    assert not torch.equal(pool.pages[1], before)
+    assert torch.equal(pool.pages[1], pool.pages[2])
+    assert pool.table[:, 1].tolist() == [3, 3, 0]
+
+
+@pytest.mark.parametrize("family", ["gdn", "kda"])
 def test_a_fresh_request_has_nothing_of_the_owner_before(family: Literal["gdn", "kda"]) -> None:
     """A slot that was given up with tokens pending, and is copied before the new request's prefill is through."""
     pool = pool_of(4, family)
