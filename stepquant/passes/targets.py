@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepquant.errors import InfeasibleError
+from stepquant.errors import InfeasibleError, RecipeError
 from stepquant.layout import KERNEL_GRANULARITY, PageLayout
 from stepquant.memory import GIB, ServingMemory, window_bytes
 from stepquant.passes.allocation import PIVOT_CHARGE
@@ -98,6 +98,7 @@ def choose_window(pipeline: Pipeline) -> tuple[Pipeline, list[dict[str, Any]]]:
 
     Raises:
         InfeasibleError: no length leaves room for a plan.
+        RecipeError: with ``reuse`` of an artifact whose costs were measured at one length.
     """
     if pipeline.context.recipe.window.length != "auto":
         return resolve_budget(pipeline), []
@@ -112,6 +113,10 @@ def choose_window(pipeline: Pipeline) -> tuple[Pipeline, list[dict[str, Any]]]:
         except InfeasibleError as error:
             refusal = refusal or error
             continue
+        except RecipeError as error:
+            if recipe.reuse is None:
+                raise
+            raise RecipeError(f"window.length=auto tries lengths that the artifact has no costs of: {error}") from None
         cost = cost_per_token(solved.context, float(solved["allocation"].facts["cost"]))
         bits = solved.context.recipe.budget.bits
         tried.append({"window": length, "bits": bits, "predicted_cost_per_token": cost})

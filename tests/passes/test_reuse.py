@@ -79,6 +79,10 @@ def test_refusals_of_another_method_name_its_keys(made, tmp_path):
     assert "temporal.weight is 'rollout'" in message or "temporal.weight=gate" in message
     message = refused(made, tmp_path, "window.length=2", "temporal.weight=rollout", method="default")
     assert "window.length=1" in message
+    wanted = ("window.length=auto", "budget.bytes_per_request=3MiB", "temporal.weight=rollout")
+    message = refused(made, tmp_path, *wanted, method="default")
+    assert message.startswith("window.length=auto tries lengths that the artifact has no costs of: ")
+    assert "temporal.weight=gate" in message
     gates = ("temporal.weight=gate", "temporal.sensitivity=none", "window.length=1")
     message = refused(made, tmp_path, *gates, "allocation.unit=row", method="default")
     assert "allocation.unit is 'row', but reuse=" in message
