@@ -2,8 +2,8 @@
 kernel takes is printed at the end of the run.
 
 In CI every kernel of the four main recipes is compiled for sm_90, every kind of body for sm_80, and one recipe's read,
-fold and pack for the other targets: about three minutes of one processor. Left to STEPQUANT_SLOW=1, which takes half an
-hour: every other pair of kernel and target.
+fold and pack for the other targets: about three minutes of one processor. Left to STEPQUANT_SLOW=1, which takes a
+quarter of an hour of one: every other pair of kernel and target.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_what_ci_compiles() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("STEPQUANT_SLOW" not in os.environ, reason="half an hour; set STEPQUANT_SLOW=1")
+@pytest.mark.skipif("STEPQUANT_SLOW" not in os.environ, reason="eight minutes of two cores; set STEPQUANT_SLOW=1")
 @pytest.mark.parametrize("jobs", SLOW.values(), ids=SLOW)
 def test_everything_compiles(jobs: Jobs, record_property: Callable[[str, object], None]) -> None:
     compile_and_check(jobs, record_property)
