@@ -16,6 +16,7 @@ from stepquant.geometry import Geometry
 from stepquant.passes.context import Context
 from stepquant.passes.gate_statistics import half_life, lifetime
 from stepquant.passes.protocol import Products
+from stepquant.recipe import Recipe
 
 FACTOR = 4.0  # of the cost: one bit
 SHARE = 0.01  # of the units
@@ -67,9 +68,27 @@ def geometry_notes(geometry: Geometry) -> list[str]:
     ]
 
 
+def codec_notes(recipe: Recipe, unit: str, bits: Tensor) -> list[str]:
+    """Where the codec's sampled row factors can fail: 2-bit rows that are fitted again after every token.
+
+    Such a row has few codes that are not zero. With none among the sampled columns, and a key near zero, its factor
+    becomes too small by orders of magnitude, and a column where it has one follows: that column's scale is up to 150
+    times the others', and other rows' codes in it are zero. Over two tokens and more this was not seen.
+    """
+    sample = recipe.spatial.sample
+    if recipe.window.length != 1 or unit != "row" or sample == 0 or not bool((bits == 2).any()):
+        return []
+    return [
+        f"window.length=1 with 2-bit rows: row factors are means over spatial.sample={sample} columns of each half, and "
+        "in one of some 20,000 columns a token one row's factor, near zero there, spoils the scale of all; "
+        "spatial.sample=0 takes all columns"
+    ]
+
+
 def plan_notes(context: Context, products: Products, length: int) -> tuple[list[str], dict[str, Any] | None]:
     """Lines for the plan, and the counts behind them (None where no text was run); `length` of a segment, tokens."""
     notes = geometry_notes(context.geometry)
+    notes += codec_notes(context.recipe, context.unit, products["allocation"]["bits"])
     gates = products["gate_statistics"]
     if "standard_error" not in gates.tensors:
         return notes, None

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
+from stepquant.codec.dual_axis import DualAxisCodec
+from stepquant.codec.spec import CodecSpec
+from stepquant.config import compose_recipe
 from stepquant.geometry import Geometry
+from stepquant.passes.compile import compile_recipe
 from stepquant.passes.notes import gate_sampling, geometry_notes, sampling_notes
 
 
@@ -36,3 +41,31 @@ def test_negative_eigenvalues_are_said():
     assert geometry_notes(plain) == []
     (note,) = geometry_notes(Geometry("gdn", "olmo_hybrid", (0,), 2, 2, 16, 16, beta_max=2.0))
     assert note.startswith("negative eigenvalues: beta reaches 2")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "noted"),
+    [("tiny_kda_4bit", ["window.length=1"], True), ("tiny_kda_4bit", ["window.length=1", "spatial.sample=0"], False),
+     ("tiny_kda_4bit", [], False), ("tiny_gdn_4bit", ["window.length=1"], False)],
+)  # fmt: skip
+def test_sampled_row_factors_of_two_bit_rows_are_noted_at_one_token(recipe, overrides, noted, tmp_path):
+    given = [*overrides, "calibration=synthetic", "cache.enabled=false", f"output={tmp_path / 'x'}"]
+    plan = compile_recipe(compose_recipe(recipe, given), quiet=True).plan
+    assert bool((plan.bits == 2).any())
+    assert any("spatial.sample=0 takes all columns" in note for note in plan.provenance["notes"]) == noted
+
+
+def test_a_row_without_codes_in_the_sample_spoils_a_column():
+    """What the note is about: one value outside the sampled columns, in a row of two bits that is zero elsewhere."""
+    bits = torch.full((1, 32), 4, dtype=torch.uint8)
+    bits[0, 5] = 2
+    x = torch.randn(1, 32, 64, generator=torch.Generator().manual_seed(0))
+    x[0, 5] = 1e-7
+    x[0, 5, 20] = 0.5
+    scales = {}
+    for sample in (16, 0):
+        codec = DualAxisCodec(bits, torch.ones(1, 32), CodecSpec(codebook="shared", sample=sample), 64)
+        stored = codec.fit(x)
+        scales[sample] = float(stored.c[0, 20] / stored.c[0].median())
+        assert bool((stored.codes[0, :5, 20] == 0).all()) == (sample == 16)
+    assert scales[16] > 100 > 10 > scales[0]
