@@ -7,6 +7,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from stepquant.errors import StepQuantError, closest
@@ -51,3 +52,8 @@ def interrupted(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None
+
+
+def user_path(text: str) -> Path:
+    """A path of the command line; "~" is the user's directory, also where the shell left it."""
+    return Path(text).expanduser()

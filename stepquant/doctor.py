@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from stepquant.commands import exit_code
+from stepquant.commands import exit_code, user_path
 from stepquant.errors import StepQuantError
 
 Status = Literal["ok", "warn", "fail"]
@@ -208,7 +208,7 @@ def works(findings: Sequence[Finding]) -> dict[str, bool]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Check and print; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m stepquant.doctor", description="Check an environment.")
-    parser.add_argument("--plan", type=Path, help="also check an artifact directory of stepquant.compile")
+    parser.add_argument("--plan", type=user_path, help="also check an artifact directory of stepquant.compile")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
 

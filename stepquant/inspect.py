@@ -6,13 +6,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from stepquant.commands import Parser, exit_code
+from stepquant.commands import Parser, exit_code, user_path
 from stepquant.compare import compare_plans, comparison_tables
 from stepquant.errors import RecipeError, StepQuantError
 from stepquant.kernel_tables import kernel_summary, print_kernels, print_source
@@ -31,8 +30,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m stepquant.inspect",
         description="Show a plan: bits, bytes, serving memory (equation 24); with two plans, their differences.",
     )
-    parser.add_argument("plan", type=Path, help="artifact directory of stepquant.compile")
-    parser.add_argument("other", type=Path, nargs="?", help="a second artifact to compare with")
+    parser.add_argument("plan", type=user_path, help="artifact directory of stepquant.compile")
+    parser.add_argument("other", type=user_path, nargs="?", help="a second artifact to compare with")
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead of tables")
     parser.add_argument("--passes", action="store_true", help="also print seconds and peak memory of every pass")
     parser.add_argument("--layers", action="store_true", help="also print the bits of every layer")

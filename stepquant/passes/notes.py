@@ -79,8 +79,8 @@ def codec_notes(recipe: Recipe, unit: str, bits: Tensor) -> list[str]:
     if recipe.window.length != 1 or unit != "row" or sample == 0 or not bool((bits == 2).any()):
         return []
     return [
-        f"window.length=1 with 2-bit rows: row factors are means over spatial.sample={sample} columns of each half, and "
-        "in one of some 20,000 columns a token one row's factor, near zero there, spoils the scale of all; "
+        f"window.length=1 with 2-bit rows: row factors are means over spatial.sample={sample} columns of each half, "
+        "and in one of some 20,000 columns a token one row's factor, near zero there, spoils the scale of all; "
         "spatial.sample=0 takes all columns"
     ]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 import webbrowser
 from collections.abc import Sequence
-from pathlib import Path
 
-from stepquant.commands import Parser, exit_code
+from stepquant.commands import Parser, exit_code, user_path
 from stepquant.report.evidence import read_evidence
 from stepquant.report.page import write_report
 
@@ -15,7 +14,7 @@ from stepquant.report.page import write_report
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse arguments, write the report and print its path; return the exit code."""
     parser = Parser(prog="python -m stepquant.report", description="Write report.html of an artifact again.")
-    parser.add_argument("plan", type=Path, help="artifact directory of stepquant.compile")
+    parser.add_argument("plan", type=user_path, help="artifact directory of stepquant.compile")
     parser.add_argument("--open", action="store_true", help="open it in the browser")
     args = parser.parse_args(argv)
 

@@ -78,7 +78,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--mem-fraction-static", type=float, default=0.85)
     parser.add_argument("--disable-radix-cache", action="store_true")
     parser.add_argument("--disable-overlap-schedule", action="store_true")
-    return parser.parse_known_args(list(arguments))[0]
+    found, rest = parser.parse_known_args(list(arguments))
+    found.others = sorted({word.partition("=")[0] for word in rest if word.startswith("--")})
+    return found
 
 
 def check(settings: ServeSettings) -> None:
@@ -152,12 +154,21 @@ def show(settings: ServeSettings) -> None:
 
 
 def figures(settings: ServeSettings) -> dict[str, Any]:
-    """Slots, bytes and caps of one rank, with the plan and with FP32 states in the same memory."""
+    """Slots, bytes and caps of one rank, with the plan and with FP32 states in the same memory.
+
+    Raises:
+        RecipeError: without the memory of a GPU.
+        ArtifactError: the plan is for another checkpoint than the one that is named.
+    """
+    from stepquant.runtime.sglang import refusals
+
     if settings.memory is None:
         raise RecipeError("memory is missing: say what one GPU has, e.g. memory=141GiB")
     a = settings.sglang
     rank = load_rank_plan(settings.plan, 0, a.tp)
     g = rank.plan.geometry
+    if a.model_path is not None and Path(a.model_path).expanduser().is_dir() and not rank.plan.synthetic:
+        refusals.check_checkpoint(a.model_path, rank.plan, settings.plan, settings.accept)
     radix_off = a.disable_radix_cache or g.family == "kda"  # SGLang switches the prefix cache off for Kimi
     each = slots_per_request(radix_off, a.strategy, a.disable_overlap_schedule)
     pool = PoolArguments(
@@ -172,7 +183,7 @@ def figures(settings: ServeSettings) -> dict[str, Any]:
         "weights_bytes": weights, "available_bytes": available, "slot_bytes": cost.state, "conv_bytes": cost.conv,
         "fp32_slot_bytes": dense.state, "window_bytes": cost.window, "workspace_bytes": cost.workspace,
         "compression": round(dense.state / cost.state, 3), "packed": _size(available, pool, cost),
-        "fp32": _fp32(available, pool, dense),
+        "fp32": _fp32(available, pool, dense), "arguments_not_read": a.others,
     }  # fmt: skip
 
 
@@ -220,7 +231,8 @@ def describe(found: dict[str, Any]) -> str:
         f"({found['compression']:.2f}x), and {found['conv_bytes']:,} of convolution states",
         f"memory for states and KV cache: {found['available_bytes'] / GIB:.2f} GiB; "
         f"{found['workspace_bytes'] / GIB:.3f} GiB of it prefill workspace",
-        f"window buffers: {found['window_bytes']:,} bytes a running request; {found['slots_per_request']} slots each",
+        f"window buffers: {found['window_bytes']:,} bytes a running request, with room for the token that completes a "
+        f"window; slots each: {found['slots_per_request']}",
         f"packed: {packed['slots']} slots set by {packed['set_by']}, {packed['state_bytes'] / GIB:.2f} GiB; at most "
         f"{packed['request_cap']} running requests ({packed['cap_set_by']}); {packed['left_bytes'] / GIB:.2f} GiB left",
     ]
@@ -231,6 +243,9 @@ def describe(found: dict[str, Any]) -> str:
             f"FP32:   {fp32['slots']} slots, {fp32['state_bytes'] / GIB:.2f} GiB; at most {fp32['request_cap']} "
             f"running requests; {fp32['left_bytes'] / GIB:.2f} GiB left"
         )
+    if found["arguments_not_read"]:
+        names = ", ".join(found["arguments_not_read"])
+        lines.append(f"not looked at: {names}; a server that starts checks them, and names what it refuses")
     return "\n".join(lines)
 
 

@@ -27,6 +27,9 @@ GROUP_SLOTS = 1 << 12
 """Handles are group * GROUP_SLOTS + slot, exact in float32 up to 2^24."""
 
 
+WRAPPED = "stepquant_plan"  # attribute of a wrapped model: its plan's name
+
+
 def wrap(model: Any, plan: str | Path, *, any_checkpoint: bool = False) -> PackedModel:
     """Let a loaded model decode from the packed states of a plan.
 
@@ -36,10 +39,11 @@ def wrap(model: Any, plan: str | Path, *, any_checkpoint: bool = False) -> Packe
         any_checkpoint: take a plan whose checkpoint cannot be told from the model's (`model.name_or_path`).
 
     Raises:
-        BackendError: the plan is for other states, or for another checkpoint than the model was loaded from.
+        BackendError: the plan is for other states, or for another checkpoint than the model was loaded from; the model
+            is wrapped already, or is none.
         ArtifactError: the artifact is damaged.
     """
-    return PackedModel(model, load_rank_plan(Path(plan)), any_checkpoint)
+    return PackedModel(model, load_rank_plan(Path(plan).expanduser()), any_checkpoint)
 
 
 class PackedModel:
@@ -49,19 +53,28 @@ class PackedModel:
     """
 
     def __init__(self, model: Any, plan: RankPlan, any_checkpoint: bool = False) -> None:
-        self.model = model if isinstance(model, torch.nn.Module) else model.model
+        found = model if isinstance(model, torch.nn.Module) else getattr(model, "model", None)
+        if not isinstance(found, torch.nn.Module):
+            raise BackendError(f"wrap takes a loaded transformers model; got {type(model).__name__}")
+        if (other := getattr(found, WRAPPED, None)) is not None:
+            raise BackendError(f"the model decodes from the states of plan {other!r} already; close that wrapper first")
+        self.model = found
         self.plan = plan
         self._groups: dict[int, PackedPool] = {}
         self._next = 0
         self._current: _Step | None = None
         self._kernels: Any = None
         self._stack = ExitStack()
+        self._open = False
         modules = self._stack.enter_context(capture_delta_rule(self.model, replace=self._replace))
         try:
             self._check(len(modules), any_checkpoint)
         except BackendError:
             self.close()
             raise
+        setattr(self.model, WRAPPED, plan.plan.name)
+        self._stack.callback(delattr, self.model, WRAPPED)
+        self._open = True
 
     def _check(self, layers: int, any_checkpoint: bool) -> None:
         plan, g = self.plan.plan, self.plan.plan.geometry
@@ -88,10 +101,12 @@ class PackedModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
+        self._check_open()
         return self.model(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's `generate`; its states are freed at the end unless ``past_key_values`` is given."""
+        self._check_open()
         before = set(self._groups)
         try:
             return self.model.generate(*args, **kwargs)  # type: ignore[operator]
@@ -111,8 +126,13 @@ class PackedModel:
 
     def close(self) -> None:
         """Give the model its own delta rule back."""
+        self._open = False
         self._stack.close()
         self.reset()
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise BackendError("this wrapper is closed: the model has its own states again; call it, or wrap it anew")
 
     def __enter__(self) -> PackedModel:
         return self

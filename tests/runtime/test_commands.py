@@ -7,6 +7,7 @@ import os
 import runpy
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,23 @@ def test_paths_may_begin_with_a_tilde(plan: Path, tmp_path: Path, monkeypatch: p
     (tmp_path / "mine").symlink_to(plan)
     assert serve.main(["plan=~/mine", "dry_run=true", "memory=1GiB", "weights=0B", "json=~/out.json", "--"]) == 0
     assert json.loads((tmp_path / "out.json").read_text())["packed"]["slots"] > 0
+
+
+def test_a_dry_run_names_what_it_does_not_read(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--speculative-algorithm", "EAGLE", "--max-running-reqests=64", "--max-running-requests", "8"]
+    assert serve.main([f"plan={plan}", "dry_run=true", "memory=1GiB", "weights=0B", "--", *given]) == 0
+    assert (
+        "not looked at: --max-running-reqests, --speculative-algorithm; a server that starts" in capsys.readouterr().out
+    )
+
+
+def test_a_dry_run_refuses_another_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = replace(plan_of(), fingerprint="sha256:" + "0" * 64, synthetic=False)
+    made.save(tmp_path)
+    given = [f"plan={tmp_path}", "dry_run=true", "memory=2GiB", "--", "--model-path", str(MODEL)]
+    assert serve.main(given) == 2
+    assert "fingerprint" in capsys.readouterr().err
+    assert serve.main([given[0], "any_checkpoint=true", *given[1:]]) == 0
 
 
 def test_a_dry_run_replaces_its_own_figures_and_nothing_else(plan: Path, tmp_path: Path) -> None:

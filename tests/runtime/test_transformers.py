@@ -139,3 +139,19 @@ def test_another_checkpoint_and_another_model_are_refused(served: tuple[LoadedMo
             wrap(loaded, directory)
     finally:
         loaded.model.name_or_path = path
+
+
+def test_a_model_is_wrapped_once_and_a_closed_wrapper_says_so(served: tuple[LoadedModel, Path]) -> None:
+    loaded, directory = served
+    packed = wrap(loaded, directory)
+    with pytest.raises(BackendError, match="decodes from the states of plan 'test' already; close that wrapper first"):
+        wrap(loaded.model, directory)
+    packed.close()
+    packed.close()
+    for call in (packed, packed.generate):
+        with pytest.raises(BackendError, match="this wrapper is closed"):
+            call(prompts()[:1])
+    with wrap(loaded, directory) as again:
+        assert again(prompts()[:1]).logits.isfinite().all()
+    with pytest.raises(BackendError, match="wrap takes a loaded transformers model; got str"):
+        wrap("gdn", directory)
