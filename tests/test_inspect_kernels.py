@@ -351,7 +351,7 @@ def _first(**changes: Any) -> Callable[[dict[str, Any]], object]:
         (_first(file="../plan.json"), "'../plan.json'; expected one of"),
         (_first(bytes_read="many"), "variants[0].bytes_read is 'many'; expected a whole number"),
         (_first(bytes_read=True), "variants[0].bytes_read is True"), (_first(flops=-1), "expected no negative number"),
-        (_first(title="\x1b[2J"), "variants[0].title is '\\x1b[2J'"),
+        (_first(title="\x1b[2J"), "variants[0].title is '\\x1b[2J'; expected printable"),
         (_first(tile={"rows": 128}), "tile.columns is missing; expected a whole number"),
         (_first(predicted_us={"H200": "fast"}), "predicted_us.H200 is 'fast'; expected a whole number"),
         (_first(predicted_us=[1]), "predicted_us is [1]; expected an object"),
