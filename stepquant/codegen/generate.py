@@ -122,9 +122,15 @@ def _mixed_kind() -> str:
 
 
 def _dispatch(spec: KernelSpec, call: str, pivots: str) -> str:
-    """Call the body of each kind of head that the plan has, specialised to its precision where heads have one."""
+    """Call the body of each kind of head that the plan has, specialised to its precision where heads have one.
+
+    `pivots` is called for heads that are kept in FP16, which have no codes; empty where all pivot rows come later.
+    """
     if not spec.uniform:
-        return f"    {call.format(kind=_mixed_kind())}\n"
+        call = call.format(kind=_mixed_kind())
+        if not spec.whole:
+            return f"    {call}\n"
+        return f"    if i_bits != 16:\n        {call}\n" + (f"    else:\n        {pivots}\n" if pivots else "")
     lines: list[str] = []
     for bits in spec.precisions:
         four = bits == 2
@@ -180,7 +186,7 @@ def _step(spec: KernelSpec) -> str:
     )
     pivots = f"step_pivots(p_page, p_table, {token}, col, col_in, p_out, L2NORM)"
     kernel = Template(t.STEP_KERNEL).substitute(token=_token(spec), dispatch=_dispatch(spec, call, pivots))
-    return body + (t.STEP_PIVOTS if spec.pivots == "heads" else "") + kernel
+    return body + (t.STEP_PIVOTS if spec.pivots == "heads" or spec.whole else "") + kernel
 
 
 def _pack(spec: KernelSpec) -> str:
@@ -192,7 +198,7 @@ def _pack(spec: KernelSpec) -> str:
         _fit(spec, t.DENSE_LOAD, t.DENSE_TILE, "1.0"),
         head=t.DENSE_HEAD,
         row=row,
-        dispatch=_dispatch(spec, call, t.PACK_PIVOT_HEAD),
+        dispatch=_dispatch(spec, call, t.PACK_PIVOT_HEAD if spec.pivots == "heads" else ""),
         pivots=rows,
     )
 
@@ -238,11 +244,12 @@ def _read(spec: KernelSpec) -> str:
         vector = "base" if kda else "base + tl.zeros([KP], tl.float32)"
         read_pivots = t.READ_PIVOTS.replace("$decay", vector)
     functions = Template(tw.READ_CODES).substitute(planes=PLANES, open=t.OPEN)
-    if kda:
-        body = Template(tw.BODY_KDA).substitute(kind=_mixed_kind())
-    else:
-        call = "h_k, h_q = read_codes(p_page, p_table, x_k, x_q, slot, col, col_in, {kind})"
-        body = Template(tw.BODY_GDN).substitute(dispatch=_dispatch(spec, call, ""))
+    x = "x_k * base, x_q * base" if kda else "x_k, x_q"
+    call = f"h_k, h_q = read_codes(p_page, p_table, {x}, slot, col, col_in, {{kind}})"
+    dispatch = _dispatch(spec, call, "")
+    if not kda or spec.whole:
+        dispatch = tw.NO_CODES + dispatch
+    body = Template(tw.BODY_KDA if kda else tw.BODY_GDN).substitute(dispatch=dispatch)
     return functions + Template(tw.READ).substitute(
         token=_token(spec),
         window=tw.LOAD_WINDOW,
@@ -261,7 +268,9 @@ def _fold(spec: KernelSpec, kernel: str, now: bool) -> str:
     )
     base = "spread_rows(gamma[None, :], M, 1)" if kda else "gamma"
     pivots = f"fold_pivot_head(p_page, p_table, {base}, p_us, p_u_now, n_pending, keys_now, {now})"
-    dispatch = tw.FOLD_OPERANDS.replace("$now", str(now)) + _dispatch(spec, call, pivots)
+    dispatch = tw.FOLD_OPERANDS.replace("$now", str(now)) + _dispatch(
+        spec, call, pivots if spec.pivots == "heads" else ""
+    )
     functions = Template(tw.FOLD).substitute(
         _fit(spec, t.PACKED_LOAD + tw.WINDOW_LOAD, t.PACKED_TILE + tw.WINDOW_TILE, "gamma[None, :]" if kda else "gamma")
     )

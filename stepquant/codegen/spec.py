@@ -34,6 +34,7 @@ class KernelSpec:
         refits: least-squares refits of the column scales.
         window: tokens between two writebacks; buffer: dtype of its buffers.
         sample: columns of each half that row factors are means over; 0 for all.
+        whole: rows have precisions of their own, and some heads none but FP16.
     """
 
     family: Literal["gdn", "kda"]
@@ -51,6 +52,7 @@ class KernelSpec:
     window: int = 1
     buffer: str = "fp16"
     sample: int = 0
+    whole: bool = False
 
     @classmethod
     def of(
@@ -79,7 +81,7 @@ class KernelSpec:
         return cls(
             family, layout.num_heads, num_key_heads, layout.key_dim, layout.value_dim, precisions,
             codec.codebook == "head", four, pivots, not identity, codec.group, codec.refits, window, buffer,
-            codec.sample,
+            codec.sample, codec.codebook != "head" and bool(whole.any()),
         )  # fmt: skip
 
     @property

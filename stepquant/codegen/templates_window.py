@@ -70,8 +70,9 @@ $buffers$body$read_pivots    h_k, h_q = read_pending(
 $append
 '''
 
-BODY_GDN = """    h_k, h_q = tl.zeros([VP], tl.float32), tl.zeros([VP], tl.float32)
-    x_q, x_k = raw_q.to(tl.float32), raw_k.to(tl.float32)  # norms and gates are scalars, and come later
+NO_CODES = "    h_k, h_q = tl.zeros([VP], tl.float32), tl.zeros([VP], tl.float32)\n"
+
+BODY_GDN = """    x_q, x_k = raw_q.to(tl.float32), raw_k.to(tl.float32)  # norms and gates are scalars, and come later
 $dispatch    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
     decay, beta = token_gates(raw_a, raw_dt, a_log, raw_b)
     base = gamma * decay
@@ -81,8 +82,7 @@ $dispatch    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L
 BODY_KDA = """    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
     decay, beta = token_gates(raw_a, raw_dt, a_log, raw_b)
     base = gamma * decay
-    h_k, h_q = read_codes(p_page, p_table, x_k * base, x_q * base, slot, col, col_in, $kind)
-"""
+$dispatch"""
 
 APPEND_GDN = """    if i_h % (H // HK) == 0:
         if i_phase == W - 1:
