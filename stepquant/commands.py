@@ -41,6 +41,8 @@ def exit_code(command: Callable[[], int | None]) -> int:
             error = StepQuantError(
                 f"{name[:60]}... has {len(name)} characters, too many for a path; give a shorter one"
             )
+        if isinstance(error, RuntimeError) and "home directory" in str(error):  # of pathlib, for ~NAME
+            error = StepQuantError("a path begins with ~ and a user that this machine does not have; write it out")
         if not isinstance(error, StepQuantError):
             raise
         print(f"error: {error}", file=sys.stderr)

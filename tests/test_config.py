@@ -11,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from stepquant import config
+from stepquant.compile import main
 from stepquant.config import compose_recipe, conf_dir, hydra_command, hydra_config_command, recipes_dir
 from stepquant.config_compose import literal
 from stepquant.errors import InfeasibleError, RecipeError
@@ -48,6 +49,11 @@ def test_shipped_recipes_compose(name):
     else:
         assert made.model.path.startswith("builtin:tiny_")
     assert made.replace({"method": "paper"}).select(*PAPER_PINS) == PAPER_PINS
+
+
+def test_a_user_that_is_not_there_is_one_line(capsys):
+    assert main(["recipe=qwen_6bit", SYNTHETIC, "output=~nobodyhere/x"]) == 2
+    assert "a path begins with ~ and a user that this machine does not have" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["reuse", "output"])

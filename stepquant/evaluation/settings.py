@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
@@ -15,13 +16,18 @@ from stepquant.recipe_sections import CacheSettings, ModelSettings
 T = TypeVar("T")
 
 
+def place(key: str, value: Any) -> str:
+    """A path, "~" expanded."""
+    return os.path.expanduser(text(key, value))
+
+
 def words(key: str, value: Any) -> tuple[str, ...]:
-    """A list of names."""
+    """A list of names and paths, "~" expanded."""
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list | tuple) or not all(isinstance(item, str | int) for item in value):
         raise RecipeError(f"{key} is {value!r}; expected a list of names such as [int8,int6]")
-    return tuple(str(item) for item in value)
+    return tuple(os.path.expanduser(str(item)) for item in value)
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class EvaluateSettings:
         json: file for the rows.
     """
 
-    plan: str | None = setting(None, optional(text))
+    plan: str | None = setting(None, optional(place))
     against: tuple[str, ...] = setting(("int8", "int6", "int4", "bf16"), words)
     path: str = setting("simulated", choice("simulated", "packed", "served"))
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -84,7 +90,7 @@ class AnalyseSettings:
         figure: write a figure.
     """
 
-    plan: str | None = setting(None, optional(text))
+    plan: str | None = setting(None, optional(place))
     bits: int | None = setting(None, optional(integer(2, 8)))
     model: ModelSettings = field(default_factory=ModelSettings)
     data: TextSettings = field(default_factory=TextSettings)
@@ -119,7 +125,7 @@ class HarnessSettings:
         json: file for the rows.
     """
 
-    plan: str | None = setting(None, optional(text))
+    plan: str | None = setting(None, optional(place))
     against: tuple[str, ...] = setting(("fp32",), words)
     tasks: tuple[str, ...] = setting((), words)
     include: str | None = setting(None, optional(text))

@@ -114,7 +114,7 @@ def choose_window(pipeline: Pipeline) -> tuple[Pipeline, list[dict[str, Any]]]:
             refusal = refusal or error
             continue
         except RecipeError as error:
-            if recipe.reuse is None:
+            if recipe.reuse is None or not str(error).startswith("window.length is "):
                 raise
             raise RecipeError(f"window.length=auto tries lengths that the artifact has no costs of: {error}") from None
         cost = cost_per_token(solved.context, float(solved["allocation"].facts["cost"]))

@@ -143,8 +143,13 @@ class SlotStore:
         once, in no order. Targets belong to no running request afterwards.
 
         Raises:
-            BackendError: naming a target that is named twice or is a source too (on a CPU; a GPU is not waited for).
+            BackendError: as many targets as sources are expected; or naming a target that is named twice or is a source
+                too (on a CPU; a GPU is not waited for).
         """
+        if source.dim() != 1 or source.shape != target.shape:
+            raise BackendError(
+                f"slots {list(source.shape)} are copied to slots {list(target.shape)}; expected as many of both, [n]"
+            )
         source, target = self.owned_index(source), self.owned_index(target)
         if self.device.type == "cpu":
             self._check_targets(source, target)

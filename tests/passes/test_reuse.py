@@ -79,16 +79,22 @@ def test_refusals_of_another_method_name_its_keys(made, tmp_path):
     assert "temporal.weight is 'rollout'" in message or "temporal.weight=gate" in message
     message = refused(made, tmp_path, "window.length=2", "temporal.weight=rollout", method="default")
     assert "window.length=1" in message
-    wanted = ("window.length=auto", "budget.bytes_per_request=3MiB", "temporal.weight=rollout")
-    message = refused(made, tmp_path, *wanted, method="default")
-    assert message.startswith("window.length=auto tries lengths that the artifact has no costs of: ")
-    assert "temporal.weight=gate" in message
     gates = ("temporal.weight=gate", "temporal.sensitivity=none", "window.length=1")
     message = refused(made, tmp_path, *gates, "allocation.unit=row", method="default")
     assert "allocation.unit is 'row', but reuse=" in message
     message = refused(made, tmp_path, *gates, "spatial.gamma=0.5", method="default")
     assert message.startswith("spatial.gamma is 0.5, but reuse=")
     assert "set spatial.gamma=0.25" in message
+
+
+def test_a_window_that_is_to_be_chosen_needs_its_costs(tmp_path):
+    small = {**SMALL, "cache.enabled": False, "method": "default", "output": str(tmp_path / "made")}
+    compile_recipe(compose_recipe("tiny_gdn_6bit", small), quiet=True)
+    given = [f"reuse={tmp_path}/made", f"output={tmp_path}/out", "window.length=auto", "budget.bytes_per_request=3MiB"]
+    with pytest.raises(RecipeError, match=r"^window.length=auto tries lengths .* of: window.length is 1, but reuse="):
+        compile_recipe(compose_recipe("tiny_gdn_6bit", given), quiet=True)
+    with pytest.raises(RecipeError, match=r"^temporal.weight is 'gate', but reuse="):
+        compile_recipe(compose_recipe("tiny_gdn_6bit", [*given, "temporal.weight=gate"]), quiet=True)
 
 
 def test_a_dry_run_says_what_the_tables_spare(made, tmp_path):

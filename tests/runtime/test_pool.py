@@ -29,6 +29,13 @@ def test_slots_out_of_range_are_refused() -> None:
     assert pool.owned_index(torch.tensor([1, 4], dtype=torch.int32)).tolist() == [1, 4]
 
 
+def test_copies_name_as_many_targets_as_sources() -> None:
+    pool = pool_of()
+    for source, target in (([1, 2], [3]), ([1], [2, 3]), (1, 2)):
+        with pytest.raises(BackendError, match="expected as many of both"):
+            pool.copy(torch.tensor(source), torch.tensor(target))
+
+
 def test_on_a_gpu_slots_below_zero_are_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not waited for, and an index of -1 would be the last slot."""
     pool = pool_of(4)
