@@ -168,8 +168,11 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
         if window["length"] == "auto"
         else f"{window['length']} token{'s' if window['length'] > 1 else ''}"
     )
-    table.add_row("write window", chosen
-                  + (f" in {window['dtype']}, {running:,} bytes a running request" if running else ""))  # fmt: skip
+    if running:
+        chosen += f" in {window['dtype']}, {running:,} bytes a running request"
+        if (slot := size.get("allocated", size.get("total"))) is not None:
+            chosen += f", {slot + running:,} with its slot"
+    table.add_row("write window", chosen)
     predicted = summary.get("predicted", {})
     if "solver" in predicted:
         proof = f", gap {predicted['gap']:.1e}" if "gap" in predicted else ""
