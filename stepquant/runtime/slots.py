@@ -272,9 +272,10 @@ class SlotStore:
         multiples of every window length, so a snapshot's phase is 0."""
         self.write_states(layer, slots, states)
         if last:
-            index = slots.long()
+            index = slots.long().clamp(min=PADDING_SLOT)
             self.table[ROW].index_fill_(0, index, -1)
             self.table[PHASE:].index_fill_(1, index, 0)
+            self.table[ROW, PADDING_SLOT].zero_()
 
     # Decode
 
@@ -324,8 +325,9 @@ class SlotStore:
 
         Whole windows only: the caller tracks at lengths that are multiples of W, where nothing is pending.
         """
-        copy_rows(self.pages, source, target, mask)
-        where = torch.where(mask & (source > 0), target.long(), PADDING_SLOT)
+        live = mask & (source > 0) & (target > 0)
+        copy_rows(self.pages, source, target, live)
+        where = torch.where(live, target.long(), PADDING_SLOT)
         self.table[PHASE:].index_fill_(1, where, 0)
         self.table[ROW].index_fill_(0, where, -1)
         self.table[ROW, PADDING_SLOT].zero_()

@@ -252,6 +252,25 @@ def test_tracked_copies_follow_the_mask() -> None:
     assert pool.table[0].tolist() == [0, -1, -1, -1, -1]
 
 
+def test_padding_among_tracked_slots_and_snapshots_touches_no_slot() -> None:
+    pool = pool_of(4)
+    pool.pages[:], pool.table[:, 1:] = torch.arange(5).unsqueeze(1), 3
+    pages, table = pool.pages.clone(), pool.table.clone()
+    live = torch.ones(4, dtype=torch.bool)
+    pool.track(torch.tensor([1, 2, -1, 0]), torch.tensor([4, -1, 3, 3]), live)
+    assert torch.equal(pool.pages[4], pages[1])
+    assert pool.table[:, 4].tolist() == [-1, 0, 0]
+    states = torch.zeros(2, HEADS, V, K)
+    for layer in range(LAYERS):
+        pool.write_snapshots(layer, torch.tensor([-1, 2]), states, layer == LAYERS - 1)
+    assert pool.table[:, 2].tolist() == [-1, 0, 0]
+    assert not torch.equal(pool.pages[2], pages[2])
+    others = [slot for slot in range(1, 5) if slot not in (2, 4)]
+    assert torch.equal(pool.pages[others], pages[others])
+    assert torch.equal(pool.table[:, others], table[:, others])
+    assert int(pool.table[0, 0]) == 0
+
+
 def test_bytes() -> None:
     pool = pool_of(4)
     assert pool.pages.nbytes == 5 * pool.slot_bytes
