@@ -26,7 +26,7 @@ PLANES = "NIBBLES, EIGHT, SIX, TWO"
 BLOCKS = {
     "blocks": ("fit_block", "fit_rows", "line_tile", "load_constants", "load_factors", "load_packed",
                "pack_pivot_head", "pack_pivots", "packed_tile", "pivot_lines", "pivot_place", "read_pivots",
-               "row_place", "softplus", "store_codes", "update_pivots"),
+               "row_place", "saturate_half", "softplus", "store_codes", "update_pivots"),
     "matrix": ("add_triple", "multiply_head"),
     "pending": ("add_window", "fold_pivots", "key_operands", "read_pending", "saturate", "store_entry",
                 "value_operands"),
@@ -224,14 +224,13 @@ def _keys(spec: KernelSpec) -> dict[str, str]:
 
 def _buffers(spec: KernelSpec, now: bool = False, prefetch: str = tw.PREFETCH) -> str:
     kda = spec.family == "kda"
-    mask = "row_in & (o_key < n_pending * KP)" if kda else "n_pending > 0"
+    mask = "row_in & (slot < n_pending * KP)" if kda else "n_pending > 0"
     if now:  # the gate of the token just read is in it, whether anything is pending or not
         mask = "row_in" if kda else "i_slot >= 0"
     return Template(tw.BUFFERS).substitute(
         _keys(spec),
         gamma_width=" * K" if kda else "",
-        key_index="slot" if kda else "row",
-        gamma_index=" + o_key" if kda else "",
+        gamma_index=" + slot" if kda else "",
         gamma_mask=mask,
         prefetch=prefetch,
     )
@@ -254,6 +253,7 @@ def _read(spec: KernelSpec) -> str:
         token=_token(spec),
         window=tw.LOAD_WINDOW,
         buffers=_buffers(spec, prefetch="    if FEW:\n" + indent(tw.PREFETCH, INDENT)),
+        key_index="slot" if kda else "row",
         body=body,
         read_pivots=read_pivots,
         append=tw.APPEND_KDA if kda else tw.APPEND_GDN,
@@ -285,6 +285,4 @@ def _fold(spec: KernelSpec, kernel: str, now: bool) -> str:
     window, buffers = tw.LOAD_WINDOW, _buffers(spec, now)
     if now:
         window, buffers, dispatch = indent(window, INDENT), indent(buffers, 2 * INDENT), indent(dispatch, 2 * INDENT)
-    return functions + Template(kernel).substitute(
-        _keys(spec), window=window, buffers=buffers, row=_row(spec), dispatch=dispatch
-    )
+    return functions + Template(kernel).substitute(_keys(spec), window=window, buffers=buffers, dispatch=dispatch)

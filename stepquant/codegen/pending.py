@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stepquant.codegen.blocks import load_pivots, store_pivots
+from stepquant.codegen.blocks import load_pivots, saturate_half, store_pivots
 from stepquant.codegen.tile import block_columns, tile_slots
 from stepquant.codegen.words import SCALE_MAX, SCALE_MIN
 
@@ -110,7 +110,7 @@ def read_pending(
 @triton.jit
 def split_half(x):
     """x as a sum of two halves, to within 2^-22 of it or 2^-25."""
-    high = tl.minimum(tl.maximum(x, -65504.0), 65504.0).to(tl.float16)
+    high = saturate_half(x)
     return high, (x - high.to(tl.float32)).to(tl.float16)
 
 
@@ -139,13 +139,14 @@ def load_with_now(p, p_now, e, o, n_pending, inside, N: tl.constexpr, EN: tl.con
 
 @triton.jit
 def gated_keys(
-    p_keys, p_key_scale, p_u_scale, p_ratio, p_now, n_pending, e, o_key, inside,
+    p_keys, p_key_scale, p_u_scale, p_ratio, p_now, n_pending, o, o_key, inside,
     K: tl.constexpr, EN: tl.constexpr, NOW: tl.constexpr, SHARED_KEYS: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """Rows `o_key` of the keys of entries `e` and, as entry EN - 1, of this token's, as a sum of two halves.
+    """Rows `o_key` of the keys of everything pending, f16, this token's as entry EN - 1: halves in places e and EN + e.
 
     All gates and scales are in them, so that the residuals go to the matrix units as they are stored.
     """
+    e = o % EN
     k = load_with_now(p_keys, p_now, e, o_key, n_pending, inside, K, EN, NOW).to(tl.float32)
     factor = tl.where(e >= 0, 1.0, 0.0)
     if SHARED_KEYS:
@@ -153,7 +154,10 @@ def gated_keys(
     if INT8:  # each scale once and each 128 of `load_with_now` once
         factor = factor * (tl.load(p_key_scale + e, mask=e < n_pending, other=0).to(tl.float32) * 128.0)
         factor = factor * (tl.load(p_u_scale + e, mask=e < n_pending, other=0).to(tl.float32) * 128.0)
-    return split_half(k * tl.where(e == EN - 1, 1.0, factor))
+    high, low = split_half(k * tl.where(e == EN - 1, 1.0, factor))
+    # No join of the halves: it is stored two bytes a thread, sixteen threads on a bank, and of INT8 buffers it makes
+    # Triton take more entries a thread than there are.
+    return tl.where(o < EN, high, low)
 
 
 @triton.jit
@@ -162,19 +166,15 @@ def key_operands(
     K: tl.constexpr, M: tl.constexpr, EN: tl.constexpr, NOW: tl.constexpr, SHARED_KEYS: tl.constexpr,
     PERMUTED: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """Keys of everything pending as right operand of the fold, f16 `[2 EN, 8 M]`: halves in entries e and EN + e."""
+    """Keys of everything pending as right operand of the fold, f16 `[2 EN, 8 M]` (`gated_keys`)."""
     slot = tile_slots(M)
     o_key = slot
     if PERMUTED and SHARED_KEYS:
         o_key = tl.load(p_order + slot, mask=slot < K, other=0)
-    o = tl.arange(0, 2 * EN)[:, None]
-    high, low = gated_keys(
-        p_keys, p_key_scale, p_u_scale, p_ratio, p_now, n_pending, o % EN, o_key[None, :], (slot < K)[None, :],
-        K, EN, NOW, SHARED_KEYS, INT8,
+    return gated_keys(
+        p_keys, p_key_scale, p_u_scale, p_ratio, p_now, n_pending, tl.arange(0, 2 * EN)[:, None], o_key[None, :],
+        (slot < K)[None, :], K, EN, NOW, SHARED_KEYS, INT8,
     )  # fmt: skip
-    # No join of the halves: it is stored two bytes a thread, sixteen threads on a bank, and of INT8 buffers it makes
-    # Triton take more entries a thread than there are.
-    return tl.where(o < EN, high, low)
 
 
 @triton.jit
@@ -219,11 +219,10 @@ def fold_pivots(
         o_key, gate = slot, tl.load(p_gamma + (0 if SHARED_KEYS else slot))
         if PERMUTED and SHARED_KEYS:
             o_key = tl.load(p_order + slot)
-        high, low = gated_keys(
-            p_keys, p_key_scale, p_u_scale, p_ratio, p_k_now, n_pending, (o % EN)[None, :], o_key[:, None],
+        keys = gated_keys(
+            p_keys, p_key_scale, p_u_scale, p_ratio, p_k_now, n_pending, o[None, :], o_key[:, None],
             inside[:, None], K, EN, NOW, SHARED_KEYS, INT8,
         )  # fmt: skip
-        keys = tl.where(o[None, :] < EN, high, low)
         x = load_pivots(p_pivots, o_p, n_pivots, col, col_in, V)
         x = x * (gate + tl.zeros([16], tl.float32))[:, None]
         if WIDE:

@@ -13,14 +13,14 @@ BUFFERS = """    p_us = us + (i_buffer * H + i_h) * ((W - 1) * V)
     p_key_scale = key_scale + (i_buffer * $key_heads + $key_head) * (W - 1)
     p_ratio = ratios + (i_buffer * H + i_h) * (W - 1)
     p_gamma = gammas + (i_buffer * H + i_h)$gamma_width
-$prefetch    o_key = $key_index
-    gamma = tl.load(p_gamma$gamma_index, mask=$gamma_mask, other=1.0)
+$prefetch    gamma = tl.load(p_gamma$gamma_index, mask=$gamma_mask, other=1.0)
 """
 
 PREFETCH = """    prefetch_head(p_page, p_table)
     prefetch_bytes(p_us, n_pending * (V * p_us.dtype.element_ty.primitive_bitwidth // 8), 32)
     prefetch_bytes(p_keys, n_pending * (K * p_keys.dtype.element_ty.primitive_bitwidth // 8), 32)
 """
+
 READ_CODES = '''
 @triton.jit
 def read_codes(
@@ -57,7 +57,8 @@ $token$window    p_out = out + i_n * stride_out + i_h * V + col
         tl.store(p_out, tl.zeros([VP], out.dtype.element_ty), mask=col_in)
         return
     p_page = pages + i_slot * stride_page
-$buffers$body$read_pivots    h_k, h_q = read_pending(
+$buffers    o_key = $key_index
+$body$read_pivots    h_k, h_q = read_pending(
         h_k, h_q, x_k, x_q, decay, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, o_key,
         row_in, col, col_in, K, V, SHARED_KEYS, INT8,
     )
@@ -146,7 +147,7 @@ def fold_pivot_head(p_page, p_table, base, p_us, p_u_now, n_pending, keys_now, N
         p, inside = pivot_place(p_pivots, b, K, V, J, M, E)
         x = tl.load(p, mask=inside, other=0).to(tl.float32) * base
         x = add_window(x, value_operands(p_us, p_u_now, n_pending, b, V, J, E, EN, NOW), keys_now, M, E, WIDE)
-        tl.store(p, saturate(x, p_pivots).to(tl.float16), mask=inside)
+        tl.store(p, saturate_half(x), mask=inside)
 
 '''
 
@@ -165,7 +166,6 @@ def fold(
     i_bits = tl.load(p_table + T_BITS)
     slot = tl.arange(0, KP)
     row_in = slot < K
-    row = $row
     for i in tl.range(tl.program_id(0), n_folds, tl.num_programs(0), num_stages=1):
         i_n = tl.load(folds + 1 + i).to(tl.int64)
         i_slot = tl.load(slots + i_n * stride_slot).to(tl.int64)
@@ -193,7 +193,6 @@ $window    if i_slot < 0:
     p_page = pages + i_slot * stride_page
     slot = tl.arange(0, KP)
     row_in = slot < K
-    row = $row
 $buffers    p_u_now, p_k_now = us, keys  # there is no token: neither is used
 $dispatch'''
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from stepquant.codec.spec import CodecSpec
 from stepquant.codegen.generate import GENERATOR_VERSION, generate, source_hash
-from stepquant.codegen.kernel_plan import GPUS, KernelPlan
+from stepquant.codegen.kernel_plan import GPUS, KernelPlan, few_programs
 from stepquant.codegen.spec import KernelSpec, head_tables
 from stepquant.errors import ArtifactError, BackendError
 from stepquant.layout import PageLayout, StateShape
@@ -84,3 +85,10 @@ def test_refusals() -> None:
     odd = PageLayout(StateShape(1, 32, 96), np.full((1, 1, 32), 2), "head", group=32)
     with pytest.raises(BackendError, match="two-bit"):
         KernelSpec.of("gdn", 1, odd, CodecSpec(group=32))
+
+
+def test_reads_ask_for_bytes_first_where_programs_are_few_or_rows_differ() -> None:
+    """48 heads: 44 requests have 2,112 programs, as many as 132 multiprocessors hold of 16 warps each."""
+    gdn = KernelSpec("gdn", 48, 16, 128, 128, (4, 6), True, False, "none", False)
+    assert [few_programs(gdn, batch) for batch in (1, 44, 45, 512)] == [True, True, False, False]
+    assert few_programs(replace(gdn, family="kda", uniform=False), 512)
