@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,6 +30,11 @@ class Parser(argparse.ArgumentParser):
 
 def exit_code(command: Callable[[], int | None]) -> int:
     """Run a command and turn what users cause into an exit code."""
+    with _noting_ctrl_c():
+        return _exit_code(command)
+
+
+def _exit_code(command: Callable[[], int | None]) -> int:
     try:
         return command() or 0
     except BrokenPipeError:  # `inspect ... | head`
@@ -49,8 +57,37 @@ def exit_code(command: Callable[[], int | None]) -> int:
         return EXIT_ERROR
 
 
+_ctrl_c = threading.Event()
+
+
+@contextmanager
+def _noting_ctrl_c() -> Iterator[None]:
+    """Ctrl-C leaves a note and raises KeyboardInterrupt as ever; a handler of somebody else's is left alone.
+
+    C code that calls back into Python may put an error of its own in the place of what that call raised, without a
+    trace of it: torch asks a storage for an item, and says ValueError where the answer was KeyboardInterrupt.
+    """
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def note(*_: object) -> NoReturn:
+        _ctrl_c.set()
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _ctrl_c.clear()
+
+
 def interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is behind an error: a library that tidies up after it may end in an error of its own."""
+    """Whether Ctrl-C is behind an error: a library that tidies up after it, or hides it, ends in one of its own."""
+    if _ctrl_c.is_set():
+        return True
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None

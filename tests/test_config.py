@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from stepquant import config
@@ -217,6 +219,34 @@ def test_exit_codes_of_the_command(capsys):
 
     assert hydra_command(interrupted, "compile", ["recipe=tiny_gdn_6bit"]) == 130
     assert "resume" in capsys.readouterr().err
+
+
+def test_ctrl_c_that_c_code_replaces_by_an_error_of_its_own(capsys):
+    """torch asks a storage for an item and says ValueError where that call raised; SIGINT is Python's own again."""
+
+    class Storage(torch.UntypedStorage):
+        def __getitem__(self, at: int) -> int:
+            signal.raise_signal(signal.SIGINT)
+            return at
+
+    def loading(_: Recipe) -> None:
+        with pytest.raises(ValueError, match="could not determine the shape") as hidden:
+            torch.tensor(Storage(4), dtype=torch.uint8)
+        assert hidden.value.__context__ is None
+        raise hidden.value
+
+    seen: list[Recipe] = []
+    sweep = ["recipe=tiny_gdn_6bit", "-m", "budget.bits=5,6"]
+    assert hydra_command(lambda recipe: seen.append(recipe) or loading(recipe), "compile", sweep) == 130
+    assert len(seen) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("interrupted; run the same command again to resume")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def broken(_: Recipe) -> None:
+        raise ValueError("of its own")
+
+    with pytest.raises(ValueError, match="of its own"):  # the note is gone with the command
+        hydra_command(broken, "compile", ["recipe=tiny_gdn_6bit"])
 
 
 @pytest.mark.parametrize("kind", [AttributeError, RecipeError])

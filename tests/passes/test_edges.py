@@ -128,12 +128,12 @@ def test_a_disk_that_fills_up_while_states_are_written(call, loading, undisturbe
 
 @contextlib.contextmanager
 def interrupted_after(seconds: float):
-    """Ctrl-C in so many seconds, unless the block has ended by then."""
+    """SIGINT, as Ctrl-C sends it, in so many seconds, unless the block has ended by then."""
     armed = [True]
 
     def handler(*_: object) -> None:
         if armed[0]:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)  # its handler runs before this returns
 
     before = signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, seconds)
