@@ -6,9 +6,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stepquant.codegen.planes import load_block, load_limits, store_block, unpack_block
+from stepquant.codegen.planes import load_block, load_limits, store_block, store_crumbs, unpack_block
 from stepquant.codegen.tile import (
     block_columns,
+    crumbs_from_tile,
     line_floats,
     line_words,
     max_slots,
@@ -22,7 +23,9 @@ from stepquant.codegen.tile import (
 from stepquant.codegen.words import (
     REACH,
     ROUND,
-    power_of_two,
+    code_bits,
+    four_code,
+    four_size,
     reciprocal,
     scale_raw,
     square_root,
@@ -44,13 +47,6 @@ def decay_of(p_a, p_dt_bias, a_log, o, inside):
 
 
 @triton.jit
-def four_levels(t):
-    """Sign and magnitude: -3, -1, 1, 3 with thresholds at 2; zero counts as positive."""
-    size = tl.where(tl.abs(t) >= 2.0, 3.0, 1.0)
-    return tl.where(t < 0, -size, size)
-
-
-@triton.jit
 def load_factors(p_r, i_group, slot, K: tl.constexpr, GROUPS: tl.constexpr, HG: tl.constexpr):
     """Pointers to the stored row factors of a group of columns, compact ``[HG, slots]``, and which exist."""
     o = tl.arange(0, HG)[:, None] * (GROUPS * K) + i_group * K + slot[None, :]
@@ -65,11 +61,11 @@ def load_constants(p_w, p_bits, slot, H: tl.constexpr, K: tl.constexpr, M: tl.co
     """
     inside = slot < K
     w, inv_w = tl.load(p_w + slot, mask=inside, other=0.0), tl.load(p_w + H * K + slot, mask=inside, other=1.0)
-    step, inv_top = tl.full([8 * M], 1.0, tl.float32), tl.full([8 * M], 1.0, tl.float32)
+    step, inv_top = tl.full([8 * M], 1, tl.int32), tl.full([8 * M], 1.0, tl.float32)
     if BITS == 0:
         bits = tl.load(p_bits + slot, mask=inside, other=16).to(tl.int32)
         coded = bits < 16
-        w, step = tl.where(coded, w, 0.0), power_of_two(tl.where(coded, 8 - bits, 0))
+        w, step = tl.where(coded, w, 0.0), 1 << tl.where(coded, 8 - bits, 0)
         inv_top = tl.where(coded, tl.where(bits == 8, 1.0 / 127.0, tl.where(bits == 6, 1.0 / 31.0,
                            tl.where(bits == 4, 1.0 / 7.0, 1.0))), 0.0)  # fmt: skip
     return w[None, :], inv_w[None, :], step[None, :], inv_top[None, :]
@@ -83,18 +79,19 @@ def fit_rows(
 
     Returns:
         r in FP16, compact ``[HG, slots]``; then against the tile: 1 / (r step), the squared weight of a row in the
-        refit, and 1 / largest code (a scalar where heads have one precision).
+        refit, and 1 / largest code and step (scalars where heads have one precision).
     """
     mean = tl.maximum(total_sums(total, M, HG) * inv_w, 1e-20 * COLUMNS * inv_w)
     r = to_scale(square_root(mean))
-    rho = r.to(tl.float32) * step
+    rho = r.to(tl.float32)
+    if MIXED:
+        rho = rho * step.to(tl.float32)
     weight = rho * w
     inv_rho = reciprocal(rho)
-    top = inv_top
     if MIXED:
         inv_rho = tl.where(w > 0, inv_rho, 0.0)  # rows without codes count for nothing
-        top = spread_rows(inv_top, M, 1)
-    return r, spread_rows(inv_rho, M, HG), spread_rows(weight * weight, M, HG), top
+        inv_top, step = spread_rows(inv_top, M, 1), spread_rows(step, M, 1)
+    return r, spread_rows(inv_rho, M, HG), spread_rows(weight * weight, M, HG), inv_top, step
 
 
 @triton.jit
@@ -108,14 +105,15 @@ def _largest(inv_top, BITS: tl.constexpr):
 
 
 @triton.jit
-def fit_block(x, inv_rho, weight, inv_top, BITS: tl.constexpr, FOUR: tl.constexpr, REFITS: tl.constexpr):
+def fit_block(x, inv_rho, weight, inv_top, step, BITS: tl.constexpr, FOUR: tl.constexpr, REFITS: tl.constexpr):
     """Column scales and codes of a block.
 
     Args:
-        x: the state tile ``[h, (e, l), n]``, FP32; inv_rho, weight and inv_top are `fit_rows`'.
+        x: the state tile ``[h, (e, l), n]``, FP32; inv_rho, weight, inv_top and step are `fit_rows`'.
 
     Returns:
-        Codes as floats ROUND + q, not clamped yet, and c in FP16, ``[h, (e, l)]``.
+        Codes in the lower halves of int32, in units of an 8-bit code where rows have precisions of their own (four
+        levels: as `four_code` has them), after a refit not clamped yet; and c in FP16, ``[h, (e, l)]``.
     """
     y = x * inv_rho
     if FOUR:
@@ -125,24 +123,31 @@ def fit_block(x, inv_rho, weight, inv_top, BITS: tl.constexpr, FOUR: tl.constexp
         bound = max_slots(tl.abs(y)) * (1.0 / TOP)
     else:
         bound = max_slots(tl.abs(y) * inv_top)
-    c = to_scale(bound)
+    c, reach = to_scale(bound), bound * REACH
     for i in tl.static_range(REFITS):
-        inv_c = tl.expand_dims(reciprocal(tl.maximum(c.to(tl.float32), bound * REACH)), 2)
+        scale = tl.maximum(c.to(tl.float32), reach)
         if FOUR:
-            q = four_levels(y * inv_c)
+            size = tl.abs(y)
+            level = four_size(size, tl.expand_dims(2.0 * scale, 2))
+            numerator, denominator = sum_slots(level * weight, size, level)
         else:
-            q = (y * inv_c + ROUND) - ROUND
+            q = (y * tl.expand_dims(reciprocal(scale), 2) + ROUND) - ROUND
             if i > 0:  # the first scales reach every value, later ones need not
                 q = tl.minimum(tl.maximum(q, -_largest(inv_top, BITS)), _largest(inv_top, BITS))
-        numerator, denominator = sum_slots(q * weight, y, q)
+            numerator, denominator = sum_slots(q * weight, y, q)
         refit = to_scale(numerator * reciprocal(tl.maximum(denominator, 1e-37)))
         c = tl.where(denominator > 0, refit, c)
-        bound = c.to(tl.float32)
-    inv_c = tl.expand_dims(reciprocal(c.to(tl.float32)), 2)
+        reach = 0.0
+    scale = c.to(tl.float32)
+    if REFITS == 0:  # so that there is nothing to clamp
+        scale = tl.maximum(scale, reach)
+    inv_c = reciprocal(scale)
     if FOUR:
-        q = (four_levels(y * inv_c) - 1.0) * 0.5 + ROUND
+        q = four_code(y, tl.expand_dims(0.125 * inv_c, 2))
     else:
-        q = y * inv_c + ROUND
+        q = code_bits(y * tl.expand_dims(inv_c, 2) + ROUND)
+        if BITS == 0:
+            q = q * step
     return q, c
 
 
@@ -168,18 +173,21 @@ def packed_tile(
 
 @triton.jit
 def store_codes(
-    planes, b, p_c, q, c, p_limits, H: tl.constexpr, K: tl.constexpr, J: tl.constexpr, M: tl.constexpr, E: tl.constexpr,
-    FULL: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
+    planes, b, p_c, q, c, p_limits, K: tl.constexpr, J: tl.constexpr, M: tl.constexpr, E: tl.constexpr,
+    FULL: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr, REFITS: tl.constexpr,
     FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """Clamp, pack and write the codes and column scales that `fit_block` found."""
+    """Pack and write the codes and column scales that `fit_block` found; only a refit leaves anything to clamp."""
     tl.store(p_c + block_columns(b, J, E), c)
-    limit0, limit1 = 0, 0
-    if BITS == 0:
-        limit0, limit1 = load_limits(p_limits, 0, H, K, M, E), load_limits(p_limits, 1, H, K, M, E)
-    z00, z01, z10, z11 = words_from_tile(q, limit0, limit1, M, E, BITS, ARCH)
-    SHIFT: tl.constexpr = 8 - BITS if BITS > 0 else 0
-    store_block(planes, b, z00, z01, z10, z11, J, M, E, FULL, SHIFT, FOUR, NIBBLES, EIGHT, SIX, TWO)
+    if FOUR:
+        store_crumbs(planes, b, crumbs_from_tile(q, M, E), J, M, E, FULL)
+    else:
+        limit0, limit1 = 0, 0
+        if BITS == 0 and REFITS > 0:
+            limit0, limit1 = load_limits(p_limits, 0, K, M, E), load_limits(p_limits, 1, K, M, E)
+        z00, z01, z10, z11 = words_from_tile(q, limit0, limit1, M, E, BITS, ARCH, REFITS > 0)
+        SHIFT: tl.constexpr = 8 - BITS if BITS > 0 else 0
+        store_block(planes, b, z00, z01, z10, z11, J, M, E, FULL, SHIFT, NIBBLES, EIGHT, SIX, TWO)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from stepquant.codegen import templates_window as tw
 from stepquant.codegen.kernel_plan import TITLES
 from stepquant.codegen.spec import KernelSpec
 
-GENERATOR_VERSION = "5"
+GENERATOR_VERSION = "6"
 INDENT = "    "
 KEY_HEAD = {"key_heads": "HK", "key_head": "i_h // (H // HK)"}
 PLANES = "NIBBLES, EIGHT, SIX, TWO"

@@ -162,8 +162,7 @@ def unpack_block(
 @triton.jit
 def store_block(
     planes, b, z00, z01, z10, z11, J: tl.constexpr, M: tl.constexpr, E: tl.constexpr, FULL: tl.constexpr,
-    SHIFT: tl.constexpr, FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr,
-    TWO: tl.constexpr,
+    SHIFT: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
     """Inverse of `load_block` and `unpack_block`, for codes z >> SHIFT; what the head lacks is not touched."""
     p_high, p_low4, p_low2, p_top2, n_nibbles, n_eight, n_six, n_two = planes
@@ -182,11 +181,18 @@ def store_block(
         low = low | pick(z10, SHIFT + 2, 0x30) | pick(z11, SHIFT + 4, 0xC0)
         p, inside = crumb_place(p_low2, n_eight, n_six, b, J, M, E, 1)
         store_words(p, low, inside, FULL)
-    if TWO or FOUR:
+    if TWO:
         top = pick(z00, SHIFT - 6, 0x03) | pick(z01, SHIFT - 4, 0x0C)
         top = top | pick(z10, SHIFT - 2, 0x30) | pick(z11, SHIFT, 0xC0)
-        p, inside = crumb_place(p_top2, n_nibbles, n_two, b, J, M, E, 1)
-        store_words(p, top, inside, FULL)
+        store_crumbs(planes, b, top, J, M, E, FULL)
+
+
+@triton.jit
+def store_crumbs(planes, b, words, J: tl.constexpr, M: tl.constexpr, E: tl.constexpr, FULL: tl.constexpr):
+    """Words of the upper two-bit plane: two-bit rows, or a whole four-level head."""
+    p_high, p_low4, p_low2, p_top2, n_nibbles, n_eight, n_six, n_two = planes
+    p, inside = crumb_place(p_top2, n_nibbles, n_two, b, J, M, E, 1)
+    store_words(p, words, inside, FULL)
 
 
 @triton.jit
@@ -204,10 +210,8 @@ def store_words(p, z, inside, FULL: tl.constexpr):
 
 
 @triton.jit
-def load_limits(p_limits, S: tl.constexpr, H: tl.constexpr, K: tl.constexpr, M: tl.constexpr, E: tl.constexpr):
-    """Limits of the words of slot half `S`, as `to_word` takes them, three tiles ``[d, l, a, e]``."""
+def load_limits(p_limits, S: tl.constexpr, K: tl.constexpr, M: tl.constexpr, E: tl.constexpr):
+    """Largest codes of the slots of half `S`, as `to_word` takes them, words ``[d, l, a, e]``."""
     d, a = tl.arange(0, 4)[:, None, None, None], tl.arange(0, M // 4)[None, None, :, None]
     o = 8 * a + 2 * d + S + 0 * (tl.arange(0, 8)[None, :, None, None] + tl.arange(0, E)[None, None, None, :])
-    p, inside = p_limits.to(tl.pointer_type(tl.int32)) + o, o < K // 4
-    top, by_2 = tl.load(p, mask=inside, other=0x01010101), tl.load(p + H * K // 4, mask=inside, other=0)
-    return top, by_2, tl.load(p + H * K // 2, mask=inside, other=0)
+    return tl.load(p_limits.to(tl.pointer_type(tl.int32)) + o, mask=o < K // 4, other=0x01010101)

@@ -111,8 +111,8 @@ def head_tables(layout: PageLayout, layer: int, w: ArrayLike, spec: KernelSpec) 
 
     Returns:
         ``table`` int32 `[H, 16]` (columns in `planes`), ``row_w`` float32 `[2, H, K]` (w and 1 / (n w) in slot order, n
-        the columns that a row factor is the mean over), ``row_bits`` uint8 `[4, H, K]` (precisions, then
-        the limits that `words.to_word` takes) and ``order`` int32 `[2, H, K]` (rows in slot order, slots of the rows).
+        the columns that a row factor is the mean over), ``row_bits`` uint8 `[2, H, K]` (precisions, and the
+        largest codes in units of an 8-bit code) and ``order`` int32 `[2, H, K]` (rows in slot order, slots of the rows).
     """
     heads = np.arange(layout.num_heads)[:, None]
     order = layout.permutation[layer].astype(np.int32)
@@ -136,18 +136,13 @@ def head_tables(layout: PageLayout, layer: int, w: ArrayLike, spec: KernelSpec) 
     return {
         "table": table,
         "row_w": np.stack([weights, 1 / (columns * weights)]).astype(np.float32),
-        "row_bits": np.stack([bits, *_limits(bits)]),
+        "row_bits": np.stack([bits, _largest(bits)]),
         "order": np.stack([order, np.argsort(order, -1).astype(np.int32)]),
     }
 
 
-def _limits(bits: np.ndarray) -> list[np.ndarray]:
-    """Largest code of every row, and masks of rows whose codes are shifted left by 2, and by 4, to 8-bit units."""
+def _largest(bits: np.ndarray) -> np.ndarray:
+    """Largest code of every row in units of an 8-bit code; 1 in rows that have none."""
     coded = bits < PIVOT
-    shift = np.where(coded, 8 - bits.astype(np.int64), 0)
-    top = np.where(coded, (1 << (7 - shift)) - 1, 1)
-    return [
-        top.astype(np.uint8),
-        np.where(shift & 2, 255, 0).astype(np.uint8),
-        np.where(shift & 4, 255, 0).astype(np.uint8),
-    ]
+    step = 1 << np.where(coded, 8 - bits.astype(np.int64), 0)
+    return np.where(coded, 128 - step, 1).astype(np.uint8)

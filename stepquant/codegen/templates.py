@@ -75,14 +75,14 @@ $load_b$tile            total += partial_sums(tl.abs(x), M, E, HG)
 $load_first$tile_first        total += partial_sums(tl.abs(x), M, E, HG)
 """
 # A block is loaded before the block in front of it is fitted; the last one is loaded twice and not used again.
-FIT = """        r, inv_rho, weight, inv_top = fit_rows(
+FIT = """        r, inv_rho, weight, inv_top, step = fit_rows(
             total, w, inv_w, step_of, inv_largest, M, HG, COLUMNS, BITS == 0
         )
 $mask_pivots        tl.store(q_r, r, mask=r_in)
         for b in tl.range(g * BLOCKS, (g + 1) * BLOCKS, num_stages=1):
             following = tl.minimum(b + 1, (g + 1) * BLOCKS - 1)
-$load_following            q, c = fit_block(x, inv_rho, weight, inv_top, BITS, FOUR, REFITS)
-            store_codes(planes, b, p_c, q, c, p_limits, H, K, J, M, E, FULL, BITS, ARCH, FOUR, $planes)
+$load_following            q, c = fit_block(x, inv_rho, weight, inv_top, step, BITS, FOUR, REFITS)
+            store_codes(planes, b, p_c, q, c, p_limits, K, J, M, E, FULL, BITS, ARCH, REFITS, FOUR, $planes)
             if b + 1 < (g + 1) * BLOCKS:
 $tile_following"""
 MASK_PIVOTS = "        r = tl.where((slot < K - tl.load(p_table + T_PIVOTS))[None, :], r, 0.0)\n"

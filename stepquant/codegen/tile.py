@@ -135,23 +135,47 @@ def tile_from_words(z00, z01, z10, z11, M: tl.constexpr, E: tl.constexpr):
 
 
 @triton.jit
-def _word(x, limit, BITS: tl.constexpr, ARCH: tl.constexpr):
-    """The inverse of `_word_floats`, for codes as `to_word` takes them."""
+def _split_bytes(x):
+    """Tiles of the four bytes of words."""
     x0, x1 = tl.split(x)  # i1
     x00, x01 = tl.split(x0)
     x10, x11 = tl.split(x1)
-    return to_word(x00, x01, x10, x11, limit, BITS, ARCH)
+    return x00, x01, x10, x11
 
 
 @triton.jit
-def words_from_tile(x, limit0, limit1, M: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr):
-    """The inverse of `tile_from_words`, for codes as `to_word` takes them; a limit for each slot half."""
+def _split_words(x, M: tl.constexpr, E: tl.constexpr):
+    """A tile ``[h, (e, l), n]`` as tiles x00, x01, x10, x11 of slot half s and column half h, ``[d, l, a, e, j, i1]``."""
     x = tl.permute(tl.reshape(x, (2, E, 8, 2, 2, M // 4, 4, 2)), (6, 2, 5, 1, 7, 4, 0, 3))  # d, l, a, e, j, i1, h, s
     x0, x1 = tl.split(x)
     x00, x01 = tl.split(x0)
     x10, x11 = tl.split(x1)
-    z00, z01 = _word(x00, limit0, BITS, ARCH), _word(x01, limit0, BITS, ARCH)
-    return z00, z01, _word(x10, limit1, BITS, ARCH), _word(x11, limit1, BITS, ARCH)
+    return x00, x01, x10, x11
+
+
+@triton.jit
+def _word(x, limit, BITS: tl.constexpr, ARCH: tl.constexpr, CLAMP: tl.constexpr):
+    """The inverse of `_word_floats`, for codes as `to_word` takes them."""
+    x0, x1, x2, x3 = _split_bytes(x)
+    return to_word(x0, x1, x2, x3, limit, BITS, ARCH, CLAMP)
+
+
+@triton.jit
+def words_from_tile(
+    x, limit0, limit1, M: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr, CLAMP: tl.constexpr
+):
+    """The inverse of `tile_from_words`, for codes as `to_word` takes them; a limit for each slot half."""
+    x00, x01, x10, x11 = _split_words(x, M, E)
+    z00, z01 = _word(x00, limit0, BITS, ARCH, CLAMP), _word(x01, limit0, BITS, ARCH, CLAMP)
+    return z00, z01, _word(x10, limit1, BITS, ARCH, CLAMP), _word(x11, limit1, BITS, ARCH, CLAMP)
+
+
+@triton.jit
+def crumbs_from_tile(x, M: tl.constexpr, E: tl.constexpr):
+    """The words of a two-bit plane, ``[d, l, a, e]``, of a tile of places as `four_code` has them."""
+    x00, x01, x10, x11 = _split_words(x, M, E)
+    x0, x1, x2, x3 = _split_bytes(x00 + 4 * (x01 + 4 * (x10 + 4 * x11)))
+    return to_word(x0, x1, x2, x3, 0, 2, 0, False) ^ -1431655766  # 0xAA a byte: places 0 .. 3 are the codes -2 .. 1
 
 
 @triton.jit

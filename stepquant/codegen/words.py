@@ -17,22 +17,19 @@ import triton.language as tl
 
 PLAIN = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, ties to even, in the low mantissa bits
-# Assembly of `to_word` from floats $1 to $4, clamped two at a time between (l, m) and (h, k) ...
+# Assembly of `to_word`: low bytes of $1 to $4, as they are ...
+LOW_BYTES = tl.constexpr("prmt.b32 t, $1, $2, 0x0040; prmt.b32 s, $3, $4, 0x0040; prmt.b32 $0, t, s, 0x5410;")
+# ... clamped two at a time between (l, m) and (h, k) ...
 CLAMP_PAIRS = tl.constexpr(
     "prmt.b32 t, $1, $2, 0x5410; prmt.b32 s, $3, $4, 0x5410; min.s16x2 t, t, h; min.s16x2 s, s, k; "
-    "max.s16x2 t, t, l; max.s16x2 s, s, m; prmt.b32 t, t, s, 0x6420;"
+    "max.s16x2 t, t, l; max.s16x2 s, s, m; prmt.b32 $0, t, s, 0x6420;"
 )
 # ... or, where the target has no such minimum, one after another between (a, b, c, d) and (e, f, g, h).
 CLAMP_WORDS = tl.constexpr(
-    "sub.s32 t, $1, 0x4B400000; sub.s32 s, $2, 0x4B400000; min.s32 t, t, e; min.s32 s, s, f; max.s32 t, t, a; "
-    "max.s32 s, s, b; prmt.b32 l, t, s, 0x0040; sub.s32 t, $3, 0x4B400000; sub.s32 s, $4, 0x4B400000; "
+    "bfe.s32 t, $1, 0, 16; bfe.s32 s, $2, 0, 16; min.s32 t, t, e; min.s32 s, s, f; max.s32 t, t, a; "
+    "max.s32 s, s, b; prmt.b32 l, t, s, 0x0040; bfe.s32 t, $3, 0, 16; bfe.s32 s, $4, 0, 16; "
     "min.s32 t, t, g; min.s32 s, s, h; max.s32 t, t, c; max.s32 s, s, d; prmt.b32 m, t, s, 0x0040; "
-    "prmt.b32 t, l, m, 0x5410;"
-)
-# Bytes of t shifted left by 2 where mask $6 is set, then by 4 where mask $7 is.
-SHIFT_BYTES = tl.constexpr(
-    "shl.b32 s, t, 2; and.b32 s, s, 0xFCFCFCFC; lop3.b32 t, s, t, $6, 0xE4; "
-    "shl.b32 s, t, 4; and.b32 s, s, 0xF0F0F0F0; lop3.b32 $0, s, t, $7, 0xE4;"
+    "prmt.b32 $0, l, m, 0x5410;"
 )
 REACH = tl.constexpr(1 - 2.0**-10)  # of `stepquant.codec.dual_axis`
 SCALE_MIN = tl.constexpr(2.0**-24)  # FP16 clamp of every stored scale
@@ -139,62 +136,100 @@ def scale_raw(x, c):
 
 
 @triton.jit
-def to_word(x0, x1, x2, x3, limits, BITS: tl.constexpr, ARCH: tl.constexpr):
-    """Four integers q held as floats ROUND + q as the bytes of a word, clamped to the codes of a precision.
+def code_bits(q):
+    """Codes held as floats ROUND + q as int32 whose lower half is q."""
+    if PLAIN:
+        z = (q - ROUND).to(tl.int32)
+    else:
+        z = q.to(tl.int32, bitcast=True)
+    return z
 
-    BITS > 0: bytes q of that precision (2: the four levels, -2 .. 1). BITS = 0: every row has its own, and the result
-    is z = 2^(8-bits) q; `limits` has words with a byte a row: largest code, and masks of the rows to be shifted by 2
-    and by 4.
+
+@triton.jit
+def to_word(x0, x1, x2, x3, limits, BITS: tl.constexpr, ARCH: tl.constexpr, CLAMP: tl.constexpr):
+    """Four codes in the lower halves of int32 as the bytes of a word.
+
+    CLAMP: to the codes of a precision; otherwise they are known to be within them. BITS = 0: every row has its own
+    precision, codes are in units of an 8-bit code, and `limits` has words with the largest code of a row a byte.
     """
     if PLAIN:
-        z = _plain_code(x0, limits, BITS, 0) | _plain_code(x1, limits, BITS, 8)
-        z = z | _plain_code(x2, limits, BITS, 16) | _plain_code(x3, limits, BITS, 24)
+        z = _plain_code(x0, limits, BITS, CLAMP, 0) | _plain_code(x1, limits, BITS, CLAMP, 8)
+        z = z | _plain_code(x2, limits, BITS, CLAMP, 16) | _plain_code(x3, limits, BITS, CLAMP, 24)
+    elif not CLAMP:
+        asm: tl.constexpr = f"{{ .reg .b32 t, s; {LOW_BYTES} }}"
+        z = tl.inline_asm_elementwise(asm, "=r,r,r,r,r", [x0, x1, x2, x3], dtype=tl.int32, is_pure=True, pack=1)
     elif BITS > 0:
         TOP: tl.constexpr = 2 ** (BITS - 1) - 1
-        LOW: tl.constexpr = -2 if BITS == 2 else -TOP
         if ARCH >= 90:
             asm: tl.constexpr = (
-                f"{{ .reg .b32 t, s, l, m, h, k; mov.b32 l, {(65536 + LOW) * 0x00010001}; mov.b32 m, l; "
-                f"mov.b32 h, {TOP * 0x00010001}; mov.b32 k, h; {CLAMP_PAIRS} mov.b32 $0, t; }}"
+                f"{{ .reg .b32 t, s, l, m, h, k; mov.b32 l, {(65536 - TOP) * 0x00010001}; mov.b32 m, l; "
+                f"mov.b32 h, {TOP * 0x00010001}; mov.b32 k, h; {CLAMP_PAIRS} }}"
             )
         else:
             asm: tl.constexpr = (
-                f"{{ .reg .b32 t, s, l, m, a, b, c, d, e, f, g, h; mov.b32 a, {LOW}; mov.b32 b, a; mov.b32 c, a; "
-                f"mov.b32 d, a; mov.b32 e, {TOP}; mov.b32 f, e; mov.b32 g, e; mov.b32 h, e; "
-                f"{CLAMP_WORDS} mov.b32 $0, t; }}"
+                f"{{ .reg .b32 t, s, l, m, a, b, c, d, e, f, g, h; mov.b32 a, {-TOP}; mov.b32 b, a; mov.b32 c, a; "
+                f"mov.b32 d, a; mov.b32 e, {TOP}; mov.b32 f, e; mov.b32 g, e; mov.b32 h, e; {CLAMP_WORDS} }}"
             )
         z = tl.inline_asm_elementwise(asm, "=r,r,r,r,r", [x0, x1, x2, x3], dtype=tl.int32, is_pure=True, pack=1)
     else:
-        top, by_2, by_4 = limits
-        if ARCH >= 90:  # no top is zero, so minus is not and plus one in both halves
+        if ARCH >= 90:  # no limit is zero, so minus is not and plus one in both halves
             asm: tl.constexpr = (
                 "{ .reg .b32 t, s, l, m, h, k; prmt.b32 h, $5, 0, 0x4140; prmt.b32 k, $5, 0, 0x4342; "
                 "not.b32 l, h; not.b32 m, k; add.s32 l, l, 0x00010001; add.s32 m, m, 0x00010001; "
-                f"{CLAMP_PAIRS} {SHIFT_BYTES} }}"
+                f"{CLAMP_PAIRS} }}"
             )
         else:
             asm: tl.constexpr = (
                 "{ .reg .b32 t, s, l, m, a, b, c, d, e, f, g, h; bfe.u32 e, $5, 0, 8; bfe.u32 f, $5, 8, 8; "
                 "bfe.u32 g, $5, 16, 8; bfe.u32 h, $5, 24, 8; neg.s32 a, e; neg.s32 b, f; neg.s32 c, g; neg.s32 d, h; "
-                f"{CLAMP_WORDS} {SHIFT_BYTES} }}"
+                f"{CLAMP_WORDS} }}"
             )
         z = tl.inline_asm_elementwise(
-            asm, "=r,r,r,r,r,r,r,r", [x0, x1, x2, x3, top, by_2, by_4], dtype=tl.int32, is_pure=True, pack=1
+            asm, "=r,r,r,r,r,r", [x0, x1, x2, x3, limits], dtype=tl.int32, is_pure=True, pack=1
         )
     return z
 
 
 @triton.jit
-def _plain_code(x, limits, BITS: tl.constexpr, AT: tl.constexpr):
+def _plain_code(q, limits, BITS: tl.constexpr, CLAMP: tl.constexpr, AT: tl.constexpr):
     """What the assembly of `to_word` makes of the byte at bit `AT`."""
-    q = (x - ROUND).to(tl.int32)
-    if BITS > 0:
-        q = tl.minimum(tl.maximum(q, 1 - 2 ** (BITS - 1) - (BITS == 2)), 2 ** (BITS - 1) - 1)
-    else:
-        top, by_2, by_4 = limits
-        top = (top >> AT) & 255
-        q = tl.minimum(tl.maximum(q, -top), top) << (((by_2 >> AT) & 2) + ((by_4 >> AT) & 4))
+    if CLAMP:
+        if BITS > 0:
+            q = tl.minimum(tl.maximum(q, 1 - 2 ** (BITS - 1)), 2 ** (BITS - 1) - 1)
+        else:
+            top = (limits >> AT) & 255
+            q = tl.minimum(tl.maximum(q, -top), top)
     return (q & 255) << AT
+
+
+@triton.jit
+def four_size(y, threshold):
+    """Size of the level, 1 or 3, of values of size `y`; without a predicate, of which a thread has only seven."""
+    if PLAIN:
+        level = tl.where(y >= threshold, 3.0, 1.0)
+    else:
+        level = 1.0 + 2.0 * tl.inline_asm_elementwise(
+            "set.ge.f32.f32 $0, $1, $2;", "=r,r,r", [y, threshold], tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+    return level
+
+
+@triton.jit
+def four_code(y, inv_c):
+    """Place 0 .. 3 of y / c among the levels -3, -1, 1, 3, whose thresholds are -2, 0 and 2, in the low bits of int32.
+
+    `inv_c` is 1 / 8c: the sum is then within 0 .. 1 where y is within the levels' reach, and saturates beyond it. It
+    is a step above one half for zero, which counts as positive.
+    """
+    if PLAIN:
+        t = tl.minimum(tl.maximum(y * inv_c + 0.50000006, 0.0), 1.0)
+        q = tl.where(t == t, t * 3.9999998, 0.0).to(tl.int32)
+    else:
+        q = tl.inline_asm_elementwise(
+            "{ .reg .f32 t; fma.rn.sat.f32 t, $1, $2, 0f3F000001; fma.rm.f32 $0, t, 0f407FFFFF, 0f4B000000; }",
+            "=r,r,r", [y, inv_c], tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return q
 
 
 @triton.jit

@@ -92,6 +92,10 @@ class Registers:
         result = ~COMPARE[{"neu": "eq"}[relation]](a, b) if relation == "neu" else COMPARE[relation](a, b)
         self.set(o[0], result.astype(np.uint64), on)
 
+    def op_set(self, mods: list[str], o: list[str], on: np.ndarray) -> None:
+        a, b = self.get(o[1], mods[2]), self.get(o[2], mods[2])
+        self.put(o[0], COMPARE[mods[0]](a, b).astype(np.float32), mods[1], on)
+
     def op_prmt(self, mods: list[str], o: list[str], on: np.ndarray) -> None:
         both = (self.read(o[1]) & mask(32)) | (self.read(o[2]) & mask(32)) << np.uint64(32)
         selector, total = self.read(o[3]), np.zeros(self.count, np.uint64)
@@ -218,8 +222,14 @@ class Registers:
         if mods[-1] == "f16x2":
             self._halves(o, on, lambda a, b, c: a * b + c)
             return
-        a, b, c = (self.get(x, mods[-1]).astype(np.float64) for x in o[1:4])
-        self.put(o[0], a * b + c, mods[-1], on)
+        a, b, c = (self.get(x, mods[-1]).astype(np.longdouble) for x in o[1:4])
+        exact = a * b + c
+        if "sat" in mods:  # what is no number becomes zero
+            exact = np.fmin(np.fmax(exact, 0), 1)
+        if mods[0] == "rm":
+            nearest = exact.astype(np.float32)
+            exact = np.where(nearest > exact, np.nextafter(nearest, np.float32(-np.inf)), nearest)
+        self.put(o[0], exact, mods[-1], on)
 
     def _halves(self, o: list[str], on: np.ndarray, f: Callable[..., Any]) -> None:
         """An operation on the two halves of words, each rounded once."""

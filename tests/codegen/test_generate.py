@@ -48,10 +48,10 @@ def test_uniform_heads_are_compiled_by_precision() -> None:
 def test_tables_follow_the_layout() -> None:
     case = Case.make("kimi_6bit", 64, 64)
     tables = head_tables(case.layout, 0, case.w[0].numpy(), case.kernels().spec)
-    order, (bits, top, by_2, by_4) = tables["order"], tables["row_bits"].astype(int)
+    order, (bits, top) = tables["order"], tables["row_bits"].astype(int)
     assert (np.diff(np.where(bits == 16, 0, -bits), axis=1) >= 0).all()
-    np.testing.assert_array_equal(top, np.where(bits == 16, 1, (1 << bits >> 1) - 1))
-    np.testing.assert_array_equal(2 * (by_2 == 255) + 4 * (by_4 == 255), np.where(bits == 16, 0, 8 - bits))
+    step = 1 << np.where(bits == 16, 0, 8 - bits)
+    np.testing.assert_array_equal(top, np.where(bits == 16, 1, ((1 << bits >> 1) - 1) * step))
     np.testing.assert_array_equal(np.sort(order, -1), np.broadcast_to(np.arange(64), order.shape))
     slots = case.layout.slots[0]
     np.testing.assert_array_equal(8 * tables["table"][:, 10], slots.sum(-1))
