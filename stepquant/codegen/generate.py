@@ -27,7 +27,7 @@ BLOCKS = {
     "blocks": ("fit_block", "fit_rows", "line_tile", "load_constants", "load_factors", "load_packed",
                "pack_pivot_head", "pack_pivots", "packed_tile", "pivot_lines", "pivot_place", "read_pivots",
                "row_place", "saturate_half", "softplus", "store_codes", "update_pivots"),
-    "matrix": ("add_triple", "multiply_head"),
+    "matrix": ("add_triple", "multiply_head", "multiply_pivots"),
     "pending": ("add_window", "fold_pivots", "key_operands", "read_pending", "saturate", "store_entry",
                 "value_operands"),
     "planes": ("load_block", "open_planes", "prefetch_bytes", "prefetch_head"),
@@ -239,13 +239,14 @@ def _buffers(spec: KernelSpec, now: bool = False, prefetch: str = tw.PREFETCH) -
 def _read(spec: KernelSpec) -> str:
     kda = spec.family == "kda"
     read_pivots = ""
-    if spec.pivots != "none":
+    if spec.pivots == "rows":
         vector = "base" if kda else "base + tl.zeros([KP], tl.float32)"
         read_pivots = t.READ_PIVOTS.replace("$decay", vector)
     functions = Template(tw.READ_CODES).substitute(planes=PLANES, open=t.OPEN)
     x = "x_k * base, x_q * base" if kda else "x_k, x_q"
     call = f"h_k, h_q = read_codes(p_page, p_table, {x}, slot, col, col_in, {{kind}})"
-    dispatch = _dispatch(spec, call, "")
+    pivots = Template(tw.READ_PIVOT_HEAD).substitute(x=x) if spec.pivots == "heads" else ""
+    dispatch = _dispatch(spec, call, pivots)
     if not kda or spec.whole:
         dispatch = tw.NO_CODES + dispatch
     body = Template(tw.BODY_KDA if kda else tw.BODY_GDN).substitute(dispatch=dispatch)

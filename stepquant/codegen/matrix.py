@@ -194,3 +194,33 @@ def multiply_head(
     )
     h_k, h_q = tl.split(tl.reshape(x, (2 * JP, 2)))
     return h_k * c, h_q * c
+
+
+@triton.jit
+def half_columns(k, q, slot):
+    """Entries `slot` of k and q as right operand f16 `[slots, 8]`: both halves of k, both halves of q, zeros."""
+    o = tl.arange(0, 8)[None, :]
+    x = tl.where(o < 2, tl.gather(k, slot, 0)[:, None], tl.gather(q, slot, 0)[:, None])
+    high = x.to(tl.float16)
+    x = tl.where(o % 2 == 0, high, (x - high.to(tl.float32)).to(tl.float16))
+    return tl.where(o < 4, x, 0.0).to(tl.float16)
+
+
+@triton.jit
+def multiply_pivots(p_pivots, x_k, x_q, col, col_in, K: tl.constexpr, V: tl.constexpr, VP: tl.constexpr):
+    """k^T S and q^T S of a head that is kept in FP16, compact columns, for compact rows as in `multiply_head`.
+
+    Each vector is split into two halves, in units of its largest entry: the error is 2^-22 of that.
+    """
+    top_k, top_q = tl.reduce((tl.abs(x_k), tl.abs(x_q)), 0, max_pair)
+    top_k, top_q = tl.maximum(top_k, 1e-30), tl.maximum(top_q, 1e-30)
+    k, q = x_k * reciprocal(top_k), x_q * reciprocal(top_q)
+    o_p = tl.arange(0, 16)
+    p, acc = p_pivots + o_p[None, :] * V + col[:, None], tl.zeros([VP, 8], tl.float32)
+    for first in tl.range(0, K, 32, num_stages=1):  # both loads first; halves carried over a loop take a register each
+        x0 = tl.load(p + first * V, mask=col_in[:, None] & (first + o_p < K)[None, :], other=0)
+        x1 = tl.load(p + (first + 16) * V, mask=col_in[:, None] & (first + 16 + o_p < K)[None, :], other=0)
+        acc = tl.dot(x0, half_columns(k, q, first + o_p), acc)
+        acc = tl.dot(x1, half_columns(k, q, first + 16 + o_p), acc)
+    h_k, h_q = tl.split(tl.sum(tl.sum(tl.reshape(acc, (VP, 2, 2, 2)), 3), 1))
+    return h_k * top_k, h_q * top_q

@@ -73,6 +73,9 @@ $append
 
 NO_CODES = "    h_k, h_q = tl.zeros([VP], tl.float32), tl.zeros([VP], tl.float32)\n"
 
+READ_PIVOT_HEAD = """p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
+        h_k, h_q = multiply_pivots(p_pivots, $x, col, col_in, K, V, VP)"""
+
 BODY_GDN = """    x_q, x_k = raw_q.to(tl.float32), raw_k.to(tl.float32)  # norms and gates are scalars, and come later
 $dispatch    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
     decay, beta = token_gates(raw_a, raw_dt, a_log, raw_b)
