@@ -17,6 +17,7 @@ from stepquant.codegen import templates as t
 from stepquant.codegen import templates_window as tw
 from stepquant.codegen.kernel_plan import TITLES
 from stepquant.codegen.spec import KernelSpec
+from stepquant.errors import ArtifactError
 
 GENERATOR_VERSION = "6"
 INDENT = "    "
@@ -60,6 +61,19 @@ def source_hash(sources: dict[str, str]) -> str:
     for name in sorted(sources):
         digest.update(f"{name}\0{sources[name]}\0".encode())
     return digest.hexdigest()
+
+
+def check_source(found: str, expected: str | None) -> None:
+    """Compare the hash of what is generated now with an artifact's, None where that shows no kernels.
+
+    Raises:
+        ArtifactError: if they differ.
+    """
+    if expected is not None and found != expected:
+        raise ArtifactError(
+            f"kernels/ was generated as {expected[:16]}, this stepquant generates {found[:16]}; compile the plan again "
+            "with this version: reuse=DIR takes the tables of this artifact"
+        )
 
 
 def load_source(name: str, source: str) -> types.ModuleType:

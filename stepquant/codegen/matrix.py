@@ -210,7 +210,8 @@ def half_columns(k, q, slot):
 def multiply_pivots(p_pivots, x_k, x_q, col, col_in, K: tl.constexpr, V: tl.constexpr, VP: tl.constexpr):
     """k^T S and q^T S of a head that is kept in FP16, compact columns, for compact rows as in `multiply_head`.
 
-    Each vector is split into two halves, in units of its largest entry: the error is 2^-22 of that.
+    Each vector is split into two halves, in units of its largest entry: the error is 2^-22 of that. For one or two
+    warps: of four Triton makes a product of Hopper's warp groups, through shared memory.
     """
     top_k, top_q = tl.reduce((tl.abs(x_k), tl.abs(x_q)), 0, max_pair)
     top_k, top_q = tl.maximum(top_k, 1e-30), tl.maximum(top_q, 1e-30)

@@ -154,7 +154,12 @@ def gated_keys(
     if INT8:  # each scale once and each 128 of `load_with_now` once
         factor = factor * (tl.load(p_key_scale + e, mask=e < n_pending, other=0).to(tl.float32) * 128.0)
         factor = factor * (tl.load(p_u_scale + e, mask=e < n_pending, other=0).to(tl.float32) * 128.0)
-    high, low = split_half(k * tl.where(e == EN - 1, 1.0, factor))
+    k = k * tl.where(e == EN - 1, 1.0, factor)
+    if p_keys.dtype.element_ty == tl.float16:  # gates are at most one
+        high = k.to(tl.float16)
+        low = (k - high.to(tl.float32)).to(tl.float16)
+    else:
+        high, low = split_half(k)
     # No join of the halves: it is stored two bytes a thread, sixteen threads on a bank, and of INT8 buffers it makes
     # Triton take more entries a thread than there are.
     return tl.where(o < EN, high, low)

@@ -165,7 +165,7 @@ def store_block(
     SHIFT: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
     """Inverse of `load_block` and `unpack_block`, for codes z >> SHIFT; what the head lacks is not touched."""
-    p_high, p_low4, p_low2, p_top2, n_nibbles, n_eight, n_six, n_two = planes
+    p_high, p_low4, p_low2, _, n_nibbles, n_eight, n_six, _ = planes
     if NIBBLES:
         high0 = pick(z00, SHIFT - 4, 0x0F) | pick(z01, SHIFT, 0xF0)
         high1 = pick(z10, SHIFT - 4, 0x0F) | pick(z11, SHIFT, 0xF0)
@@ -190,8 +190,7 @@ def store_block(
 @triton.jit
 def store_crumbs(planes, b, words, J: tl.constexpr, M: tl.constexpr, E: tl.constexpr, FULL: tl.constexpr):
     """Words of the upper two-bit plane: two-bit rows, or a whole four-level head."""
-    p_high, p_low4, p_low2, p_top2, n_nibbles, n_eight, n_six, n_two = planes
-    p, inside = crumb_place(p_top2, n_nibbles, n_two, b, J, M, E, 1)
+    p, inside = crumb_place(planes[3], planes[4], planes[7], b, J, M, E, 1)
     store_words(p, words, inside, FULL)
 
 

@@ -145,7 +145,7 @@ def _split_bytes(x):
 
 @triton.jit
 def _split_words(x, M: tl.constexpr, E: tl.constexpr):
-    """A tile ``[h, (e, l), n]`` as tiles x00, x01, x10, x11 of slot half s and column half h, ``[d, l, a, e, j, i1]``."""
+    """A tile ``[h, (e, l), n]`` as four, x_sh of slot half s and column half h, ``[d, l, a, e, j, i1]``."""
     x = tl.permute(tl.reshape(x, (2, E, 8, 2, 2, M // 4, 4, 2)), (6, 2, 5, 1, 7, 4, 0, 3))  # d, l, a, e, j, i1, h, s
     x0, x1 = tl.split(x)
     x00, x01 = tl.split(x0)

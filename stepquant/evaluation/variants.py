@@ -183,7 +183,7 @@ def named_variant(
     name, _, window = text.rpartition("@")
     base = _named(name, plan, tables, path)
     length, _, dtype = window.partition(":")
-    if not length.isdecimal() or int(length) not in WINDOW_LENGTHS or (dtype and dtype not in BUFFER_BITS):
+    if length not in map(str, WINDOW_LENGTHS) or (dtype and dtype not in BUFFER_BITS):
         raise RecipeError(
             f"{text}: window {window!r} is not W or W:DTYPE; W is in {WINDOW_LENGTHS}, DTYPE in {list(BUFFER_BITS)}"
         )

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
 
-from stepquant.errors import BackendError, RecipeError
+from stepquant.errors import ArtifactError, BackendError, RecipeError
 from stepquant.memory import GIB
 from stepquant.plan import LayoutPlan
 from stepquant.runtime.load import RankPlan, load_rank_plan
@@ -51,6 +51,8 @@ class ServeSettings:
             if not isinstance(config[name], bool):
                 raise RecipeError(f"{name} is {config[name]!r}; expected true or false")
         sizes = {n: None if config[n] is None else parse_bytes(config[n]) for n in ("memory", "weights")}
+        if sizes["memory"] is not None and sizes["memory"] < GIB // 1024:
+            raise RecipeError(f"memory={config.memory} is {sizes['memory']} bytes; expected a GPU's, e.g. memory=80GiB")
         json = None if config.json is None else Path(str(config.json)).expanduser()
         accept = Accept(**{name: config[name] for name in accepted})
         plan = Path(str(config.plan)).expanduser()
@@ -91,7 +93,8 @@ def check(settings: ServeSettings) -> None:
     """
     from stepquant.runtime.sglang import refusals
 
-    plan = load_rank_plan(settings.plan, 0, settings.sglang.tp).plan
+    rank = load_rank_plan(settings.plan, 0, settings.sglang.tp)
+    plan = rank.plan
     installed_version()
     refusals.check_plugin_allowed(os.environ.get("SGLANG_PLUGINS"))
     if plugin_target() is None:
@@ -102,6 +105,7 @@ def check(settings: ServeSettings) -> None:
     if settings.sglang.model_path is None:
         raise RecipeError("--model-path is missing after --; SGLang needs the checkpoint that the plan was made for")
     refusals.check_checkpoint(settings.sglang.model_path, plan, settings.plan, settings.accept)
+    rank.check_kernels()
 
 
 def installed_version() -> str:
@@ -183,7 +187,7 @@ def figures(settings: ServeSettings) -> dict[str, Any]:
         "weights_bytes": weights, "available_bytes": available, "slot_bytes": cost.state, "conv_bytes": cost.conv,
         "fp32_slot_bytes": dense.state, "window_bytes": cost.window, "workspace_bytes": cost.workspace,
         "compression": round(dense.state / cost.state, 3), "packed": _size(available, pool, cost),
-        "fp32": _fp32(available, pool, dense), "arguments_not_read": a.others,
+        "fp32": _fp32(available, pool, dense), "arguments_not_read": a.others, "kernels": _kernels(rank),
     }  # fmt: skip
 
 
@@ -191,6 +195,15 @@ def _cost(rank: RankPlan) -> SlotCost:
     from stepquant.runtime.sglang.sizing import slot_cost
 
     return slot_cost(rank, rank.plan.geometry.conv_bytes // rank.size)
+
+
+def _kernels(rank: RankPlan) -> str:
+    """Why a GPU would refuse the kernels that the artifact shows; empty where it would not."""
+    try:
+        rank.check_kernels()
+    except ArtifactError as error:
+        return str(error)
+    return ""
 
 
 def _size(available: int, arguments: PoolArguments, cost: SlotCost) -> dict[str, Any]:
@@ -243,6 +256,8 @@ def describe(found: dict[str, Any]) -> str:
             f"FP32:   {fp32['slots']} slots, {fp32['state_bytes'] / GIB:.2f} GiB; at most {fp32['request_cap']} "
             f"running requests; {fp32['left_bytes'] / GIB:.2f} GiB left"
         )
+    if found["kernels"]:
+        lines.append(f"a server on a GPU would refuse this plan: {found['kernels']}")
     if found["arguments_not_read"]:
         names = ", ".join(found["arguments_not_read"])
         lines.append(f"not looked at: {names}; a server that starts checks them, and names what it refuses")

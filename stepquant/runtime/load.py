@@ -60,19 +60,32 @@ class RankPlan:
             *settings, self.plan.hash, window.length, window.dtype, device, expected_hash=self.kernel_hash
         )
 
+    def check_kernels(self) -> None:
+        """Compare the kernels that the artifact shows with those that this stepquant generates; nothing is compiled.
+
+        Raises:
+            ArtifactError: if they differ: a GPU would refuse them.
+        """
+        from stepquant.codegen.generate import check_source, generate, source_hash
+
+        check_source(source_hash(generate(self._spec, self.plan.hash)), self.kernel_hash)
+
+    @property
+    def _spec(self) -> KernelSpec:
+        window = self.plan.window
+        return KernelSpec.of(
+            self.plan.geometry.family, self.num_key_heads, self.layout, self.plan.codec, window.length, window.dtype
+        )
+
     @property
     def window_bytes(self) -> int:
         """Window buffers of one running request on this rank, bytes over all layers, and its place in what the layers
         share."""
         from stepquant.runtime.window import bytes_per_request, now_bytes
 
-        window = self.plan.window
-        spec = KernelSpec.of(
-            self.plan.geometry.family, self.num_key_heads, self.layout, self.plan.codec, window.length, window.dtype
-        )
-        if window.length == 1:
+        if self.plan.window.length == 1:
             return 0
-        return bytes_per_request(spec) * self.layout.num_layers + now_bytes(spec)
+        return bytes_per_request(self._spec) * self.layout.num_layers + now_bytes(self._spec)
 
 
 def load_rank_plan(directory: Path, rank: int = 0, size: int = 1) -> RankPlan:

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from stepquant.codec.spec import CodecSpec
 from stepquant.codegen.folds import list_folds
-from stepquant.codegen.generate import generate, load_source, source_hash
+from stepquant.codegen.generate import check_source, generate, load_source, source_hash
 from stepquant.codegen.kernel_plan import Launch, few_programs, launches_of
 from stepquant.codegen.spec import KernelSpec, head_tables, power_of_two
-from stepquant.errors import ArtifactError
 from stepquant.layout import PageLayout
 from stepquant.runtime.window import WindowBuffers, WindowSteps
 
@@ -52,12 +51,7 @@ class PackedKernels(WindowSteps):
         self.spec = KernelSpec.of(family, num_key_heads, layout, codec, window, buffer)
         self.layout, self.device = layout, torch.device(device)
         self.sources = generate(self.spec, plan_hash)
-        found = source_hash(self.sources)
-        if expected_hash is not None and found != expected_hash:
-            raise ArtifactError(
-                f"kernels/ was generated as {expected_hash[:16]}, this stepquant generates {found[:16]}; "
-                "compile the plan again with this version"
-            )
+        check_source(source_hash(self.sources), expected_hash)
         self.modules = {name: load_source(name, text) for name, text in self.sources.items()}
         self.tables = [
             {name: torch.from_numpy(x).to(self.device) for name, x in head_tables(layout, i, w[i], self.spec).items()}

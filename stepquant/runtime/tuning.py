@@ -24,7 +24,7 @@ from stepquant.files import write_json
 from stepquant.runtime.step import PackedKernels, Tuned
 from stepquant.runtime.window import WindowBuffers
 
-BATCHES = (32, 128, 512)
+BATCHES = (8, 32, 128, 512)
 """A batch takes the launch of the first of these that is no smaller; larger ones that of the last."""
 SETS, REPLAYS, MAX_BYTES = 4, 7, 1 << 20
 Call = Callable[[], Any]
