@@ -57,16 +57,27 @@ def multiply_block(
     words, t, M: tl.constexpr, E: tl.constexpr,
     FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the slots of a block times the digits `t`, ``[h, (e, l), kq]``; FOUR: digits of each half."""
+    """Sums over the slots of a block times the digits `t`, int32 ``[h, (e, l), 8]``; FOUR: digits of each half."""
     z00, z01, z10, z11 = unpack_block(words, M, E, 4, FOUR, NIBBLES, EIGHT, SIX, TWO)
     x = tl.dot(operand(z00, z01, z10, z11, M, E), t, out_dtype=tl.int32)
     if FOUR:
         own = tl.arange(0, 2)[:, None, None, None] == tl.arange(0, 2)[None, None, :, None]
         x = tl.reshape(tl.sum(tl.where(own, tl.reshape(x, (2, 8 * E, 2, 8)), 0), 2), (16 * E, 8))
-    o = tl.arange(0, 8)
-    weight = tl.where(o < 2, 1.0 / 1048576.0, tl.where(o < 4, 1.0 / 8192.0, 1.0 / 64.0))
-    x = tl.sum(tl.reshape(x.to(tl.float32) * weight[None, :], (16 * E, 4, 2)), 1)
-    return tl.reshape(x, (2, 8 * E, 2))
+    return tl.reshape(x, (2, 8 * E, 8))
+
+
+@triton.jit
+def add_digits(x):
+    """The sums of digits ``[h, column, 8]`` as floats ``[h, column, kq]``, in units of 2^20.
+
+    All digits of a column first come to one thread: four threads that each have one would add all columns four times.
+    """
+    x = tl.permute(tl.reshape(x, (2, x.shape[1], 2, 2, 2)), (0, 1, 4, 3, 2))  # h, column, kq, digit bit 0, digit bit 1
+    x, high = tl.split(x)
+    low, middle = tl.split(x)
+    high, _ = tl.split(high)
+    x = low.to(tl.float32) * (1.0 / 1048576.0) + middle.to(tl.float32) * (1.0 / 8192.0)
+    return x + high.to(tl.float32) * (1.0 / 64.0)
 
 
 @triton.jit
@@ -75,7 +86,7 @@ def multiply_blocks(
     FULL: tl.constexpr,
     FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """The same of `COUNT` blocks, a power of two, ``[h, (b, e, l), kq]``, and the words of the block that follows.
+    """The same of `COUNT` blocks, a power of two, ``[h, (b, e, l), 8]``, and the words of the block that follows.
 
     A block's words are loaded before the block in front of it is multiplied, unless rows differ in precision: then a
     block has words of every plane, which take too many registers.
@@ -101,7 +112,7 @@ def multiply_blocks(
 def join_blocks(x0, x1):
     """Sums of two runs of blocks one after another."""
     x = tl.permute(tl.join(x0, x1), (0, 3, 1, 2))
-    return tl.reshape(x, (2, 2 * x0.shape[1], 2))
+    return tl.reshape(x, (2, 2 * x0.shape[1], x0.shape[2]))
 
 
 @triton.jit
@@ -133,7 +144,7 @@ def multiply_group(
         t = tl.reshape(tl.permute(tl.join(t, other), (0, 2, 1)), (8 * M, 16))
     COUNT: tl.constexpr = JP // (8 * E * G)
     x, words = multiply_blocks(planes, words, t, FIRST * COUNT, COUNT, J, M, E, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO)
-    return x * tl.where(tl.arange(0, 2) == 0, top_k, top_q)[None, None, :], words
+    return add_digits(x) * tl.where(tl.arange(0, 2) == 0, top_k, top_q)[None, None, :], words
 
 
 @triton.jit
@@ -218,10 +229,8 @@ def multiply_pivots(p_pivots, x_k, x_q, col, col_in, K: tl.constexpr, V: tl.cons
     k, q = x_k * reciprocal(top_k), x_q * reciprocal(top_q)
     o_p = tl.arange(0, 16)
     p, acc = p_pivots + o_p[None, :] * V + col[:, None], tl.zeros([VP, 8], tl.float32)
-    for first in tl.range(0, K, 32, num_stages=1):  # both loads first; halves carried over a loop take a register each
-        x0 = tl.load(p + first * V, mask=col_in[:, None] & (first + o_p < K)[None, :], other=0)
-        x1 = tl.load(p + (first + 16) * V, mask=col_in[:, None] & (first + 16 + o_p < K)[None, :], other=0)
-        acc = tl.dot(x0, half_columns(k, q, first + o_p), acc)
-        acc = tl.dot(x1, half_columns(k, q, first + 16 + o_p), acc)
+    for first in tl.range(0, K, 16, num_stages=1):
+        x = tl.load(p + first * V, mask=col_in[:, None] & (first + o_p < K)[None, :], other=0)
+        acc = tl.dot(x, half_columns(k, q, first + o_p), acc)
     h_k, h_q = tl.split(tl.sum(tl.sum(tl.reshape(acc, (VP, 2, 2, 2)), 3), 1))
     return h_k * top_k, h_q * top_q

@@ -17,14 +17,19 @@ from stepquant.codegen.words import SCALE_MAX, SCALE_MIN
 
 
 @triton.jit
-def store_entry(p, p_scale, x, i_entry, n_pending, o, inside, N: tl.constexpr, INT8: tl.constexpr):
-    """Store one vector as entry `i_entry`, rounded to the buffer's dtype, if it is below `n_pending`."""
+def store_entry(
+    p, p_scale, x, i_entry, n_pending, o, inside, N: tl.constexpr, INT8: tl.constexpr, WITHIN: tl.constexpr = False
+):
+    """Store one vector as entry `i_entry`, rounded to the buffer's dtype, if it is below `n_pending`.
+
+    WITHIN: it is known to be within what the dtype holds.
+    """
     if INT8:
         scale = tl.max(tl.abs(x), 0) * (1.0 / 127.0)
         scale = tl.minimum(tl.maximum(scale, SCALE_MIN), SCALE_MAX).to(tl.float16)
         tl.store(p_scale + i_entry, scale, mask=i_entry < n_pending)
         x = round_even(x / scale.to(tl.float32))
-    else:
+    elif not WITHIN:
         x = saturate(x, p)
     tl.store(p + i_entry * N + o, x.to(p.dtype.element_ty), mask=inside & (o < N * (n_pending - i_entry)))
 
@@ -78,10 +83,10 @@ def read_pending(
         u2 = load_entry(p_us, p_u_scale, i + 2, n_pending, col, col_in, V, INT8)
         u3 = load_entry(p_us, p_u_scale, i + 3, n_pending, col, col_in, V, INT8)
         if not SHARED_KEYS:
-            store_entry(p_keys, p_key_scale, k0 * decay, i, n_pending, o_key, row_in, K, INT8)
-            store_entry(p_keys, p_key_scale, k1 * decay, i + 1, n_pending, o_key, row_in, K, INT8)
-            store_entry(p_keys, p_key_scale, k2 * decay, i + 2, n_pending, o_key, row_in, K, INT8)
-            store_entry(p_keys, p_key_scale, k3 * decay, i + 3, n_pending, o_key, row_in, K, INT8)
+            store_entry(p_keys, p_key_scale, k0 * decay, i, n_pending, o_key, row_in, K, INT8, True)
+            store_entry(p_keys, p_key_scale, k1 * decay, i + 1, n_pending, o_key, row_in, K, INT8, True)
+            store_entry(p_keys, p_key_scale, k2 * decay, i + 2, n_pending, o_key, row_in, K, INT8, True)
+            store_entry(p_keys, p_key_scale, k3 * decay, i + 3, n_pending, o_key, row_in, K, INT8, True)
         a0, a1, a2, a3, b0, b1, b2, b3 = tl.reduce(
             (
                 gated_k * k0,

@@ -96,7 +96,7 @@ class KernelSpec:
             "M": m, "J": half, "JP": j, "E": wide, "KP": 8 * m, "VP": 2 * j, "GROUP": min(self.group, j),
             "NIBBLES": high, "EIGHT": 8 in self.precisions, "SIX": 6 in self.precisions,
             "TWO": 2 in self.precisions and not self.uniform, "REFITS": self.refits, "SAMPLE": self.sample,
-            "PIVOT_BLOCK": 8, "W": self.window, "EN": max(entries, power_of_two(self.window)),
+            "PIVOT_BLOCK": 4, "W": self.window, "EN": max(entries, power_of_two(self.window)),
         }  # fmt: skip
 
     @property

@@ -131,10 +131,10 @@ def step_pivots(
     decay = gate + tl.zeros([KP], tl.float32)
     p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
     zero = tl.zeros([VP], tl.float32)
-    h_k, h_q = read_pivots(zero, zero, p_pivots, K, x_k, x_q, decay, col, col_in, K, V, KP, 2 * PIVOT_BLOCK)
+    h_k, h_q = read_pivots(zero, zero, p_pivots, K, x_k, x_q, decay, col, col_in, K, V, KP, 4 * PIVOT_BLOCK)
     u = beta * (raw_v.to(tl.float32) - h_k)
     tl.store(p_out, (h_q + qk * u).to(p_out.dtype.element_ty), mask=col_in)
-    update_pivots(p_pivots, K, x_k, u, decay, col, col_in, K, V, KP, 2 * PIVOT_BLOCK)
+    update_pivots(p_pivots, K, x_k, u, decay, col, col_in, K, V, KP, 4 * PIVOT_BLOCK)
 
 '''
 
