@@ -105,7 +105,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides in Hydra's grammar")
-    parser.add_argument("--help", "-h", action="store_true", help="print this, the recipes and the groups")
+    parser.add_argument("--help", "-h", action="store_true", help="print this and what there is to set")
     parser.add_argument("--multirun", "-m", action="store_true", help="sweep over values given as a,b or range(...)")
     parser.add_argument(
         "--cfg", "-c", choices=("job", "hydra", "all"), help="print the configuration instead of running"

@@ -64,10 +64,10 @@ class KernelFiles:
             ArtifactError: for a name that the plan does not have.
         """
         if name not in self.sources:
-            raise ArtifactError(
-                f"--source {shown(name)}: no such variant{closest(name, self.sources)}; "
-                f"this plan has {', '.join(sorted(self.sources))}"
-            )
+            why = f"no such variant{closest(name, self.sources)}"
+            if name in TITLES:
+                why = f"plans with window.length={'1' if name == 'step' else '2 or more'} have it"
+            raise ArtifactError(f"--source {shown(name)}: {why}; this plan has {', '.join(sorted(self.sources))}")
         return self.sources[name]
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from stepquant import serve
 from stepquant.accounting import byte_count, page_layout
 from stepquant.codec.dual_axis import Codes
 from stepquant.codec.packed import PackedCodec
@@ -259,6 +260,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
 
 def test_options_that_do_not_go_together(small, capsys):
     assert "did you mean 'step'?); this plan has pack, step, unpack" in refused(capsys, small, "--source", "stp")
+    assert "plans with window.length=2 or more have it; this plan has" in refused(capsys, small, "--source", "read")
     assert "--layer 1 is no delta-rule layer of the plan; expected one of [0, 2]" in refused(
         capsys, small, "--kernels", "--layer", 1
     )
@@ -321,15 +323,23 @@ def test_a_kernel_too_many(small, capsys):
 
 
 def test_another_generator_is_said(small, capsys):
-    """What an older stepquant wrote is sound, though this one would write another text."""
+    """What an older stepquant wrote is sound, though this one would write another text, and a GPU refuses it."""
     from stepquant.codegen.generate import source_hash
 
+    dry = [f"plan={small}", "dry_run=true", "memory=1GiB", "weights=0B"]
+    load_rank_plan(small).check_kernels()
+    assert serve.main(dry) == 0
+    assert "refuse" not in capsys.readouterr().out
     path = small / "kernels" / "step.py"
     path.write_text(path.read_text() + "# as an older version ended\n")
     sources = {p.stem: p.read_text() for p in (small / "kernels").glob("*.py")}
     edit(small, lambda data: data.update(source_sha256=source_hash(sources)))
     assert "another version of stepquant generated these kernels" in words(run(capsys, small, "--kernels")[1])
     assert run_json(capsys, small, "--kernels")["current"] is False
+    with pytest.raises(ArtifactError, match="compile the plan again with this version: reuse=DIR"):
+        load_rank_plan(small).check_kernels()
+    assert serve.main(dry) == 0
+    assert "a server on a GPU would refuse this plan: kernels/ was generated as" in words(capsys.readouterr().out)
 
 
 def _first(**changes: Any) -> Callable[[dict[str, Any]], object]:

@@ -111,8 +111,8 @@ def head_tables(layout: PageLayout, layer: int, w: ArrayLike, spec: KernelSpec) 
 
     Returns:
         ``table`` int32 `[H, 16]` (columns in `planes`), ``row_w`` float32 `[2, H, K]` (w and 1 / (n w) in slot order, n
-        the columns that a row factor is the mean over), ``row_bits`` uint8 `[2, H, K]` (precisions, and
-        the largest codes in units of an 8-bit code) and ``order`` int32 `[2, H, K]` (rows in slot order, slots of the rows).
+        the columns that a row factor is the mean over), ``row_bits`` uint8 `[2, H, K]` (precisions, and the largest
+        codes in 8-bit units) and ``order`` int32 `[2, H, K]` (rows in slot order, slots of the rows).
     """
     heads = np.arange(layout.num_heads)[:, None]
     order = layout.permutation[layer].astype(np.int32)

@@ -71,7 +71,8 @@ def test_other_plans(plan: LayoutPlan, loaded: LoadedModel, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "message"),
     [("itn8", "did you mean 'int8'"), ("int7", "int7"), ("temporal6", "ablation_temporal_6"), ("int4@3", r"\(1, 2, 4"),
-     ("int4@8:fp8", "fp8"), ("int8@", "window '' is not W"), ("int08", "did you mean 'int8'"),
+     ("int4@8:fp8", "fp8"), ("int8@", "window '' is not W"),
+     ("int8@04", "window '04' is not W"), ("int8@\u0664", "is not W"), ("int08", "did you mean 'int8'"),
      ("build/nothing", "build/nothing")],
 )  # fmt: skip
 def test_refusals(plan: LayoutPlan, name: str, message: str) -> None:

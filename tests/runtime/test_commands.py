@@ -110,6 +110,7 @@ def test_dry_run_of_two_ranks_splits_states_and_weights(plan: Path) -> None:
         (["dry_run=true"], [], "memory is missing"),
         (["dry_run=true", "memory=1GiB"], [], "weights is missing"),
         (["dry_run=true", "memory=1MiB", "weights=0B"], [], "make a request"),
+        (["dry_run=true", "memory=2", "weights=0B"], [], "memory=2 is 2 bytes; expected a GPU's, e.g. memory=80GiB"),
         (["dry_run=maybe", "memory=1GiB"], [], "dry_run is 'maybe'; expected true or false"),
         (["dry_run=true", "memory=1GiB", "weights=0B"], ["--tp", "three"], "SGLang's arguments after --"),
         (["dry_run=true", "memory=1GiB", "weights=0B"], ["--tp", "3"], "do not divide by tp 3"),
