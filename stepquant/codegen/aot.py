@@ -30,7 +30,7 @@ _DTYPES = {"fp16": "*fp16", "bf16": "*bf16", "fp32": "*fp32", "int8": "*i8"}
 
 def signature(spec: KernelSpec, name: str, model_dtype: str = "*bf16") -> dict[str, str]:
     """Argument types of a variant as the runtime launches it."""
-    found = {"pages": "*u8", "stride_page": "i64", "table": "*i32", "row_w": "*fp32", "row_bits": "*u8",
+    found = {"pages": "*u8", "stride_page": "i64", "table": "*i32", "row_w": "*fp32", "row_limits": "*u8",
              "order": "*i32", "slots": "*i32", "stride_slot": "i32"}  # fmt: skip
     if name in ("step", "read"):
         for x in "qkvab":

@@ -33,6 +33,7 @@ BLOCKS = {
                 "value_operands"),
     "planes": ("load_block", "open_planes", "prefetch_bytes", "prefetch_head"),
     "table": ("T_BITS", "T_COLUMN", "T_PIVOT", "T_PIVOTS", "T_ROW", "table_offset"),
+    "words": ("exponential", "inverse_root"),
     "tile": ("block_vector", "in_sums", "line_columns", "partial_sums", "spread_rows", "tile_columns",
              "tile_from_rows"),
 }  # fmt: skip
@@ -194,10 +195,7 @@ def _step(spec: KernelSpec) -> str:
         update_pivots=t.UPDATE_PIVOTS.replace("u, decay", f"u, {vector}") if rows else "",
     )
     token = "raw_q, raw_k, raw_v, raw_a, raw_dt, a_log, raw_b, scale"
-    call = (
-        f"step_codes(p_page, p_table, p_w, p_bits, p_limits, {token}, slot, row_in, col, col_in, p_out, L2NORM, "
-        "{kind})"
-    )
+    call = f"step_codes(p_page, p_table, p_w, p_limits, {token}, slot, row_in, col, col_in, p_out, L2NORM, {{kind}})"
     pivots = f"step_pivots(p_page, p_table, {token}, col, col_in, p_out, L2NORM)"
     kernel = Template(t.STEP_KERNEL).substitute(token=_token(spec), dispatch=_dispatch(spec, call, pivots))
     return body + (t.STEP_PIVOTS if spec.pivots == "heads" or spec.whole else "") + kernel
@@ -205,7 +203,7 @@ def _step(spec: KernelSpec) -> str:
 
 def _pack(spec: KernelSpec) -> str:
     """The way into pages at the prefill boundary."""
-    call = "pack_codes(p_page, p_table, p_w, p_bits, p_limits, p_rows, stride_col, slot, slot_in, {kind})"
+    call = "pack_codes(p_page, p_table, p_w, p_limits, p_rows, stride_col, slot, slot_in, {kind})"
     rows = Template(t.PACK_PIVOT_ROWS).substitute(permuted=spec.permuted) if spec.pivots == "rows" else ""
     row = "tl.load(order + i_h * K + slot, mask=slot_in, other=0)" if spec.permuted else "slot"
     return Template(t.PACK).substitute(
@@ -278,8 +276,7 @@ def _read(spec: KernelSpec) -> str:
 def _fold(spec: KernelSpec, kernel: str, now: bool) -> str:
     kda = spec.family == "kda"
     call = (
-        "fold_codes(p_page, p_table, p_w, p_bits, p_limits, gamma, slot, p_us, p_u_now, n_pending, keys_now, "
-        f"{now}, {{kind}})"
+        f"fold_codes(p_page, p_table, p_w, p_limits, gamma, slot, p_us, p_u_now, n_pending, keys_now, {now}, {{kind}})"
     )
     base = "spread_rows(gamma[None, :], M, 1)" if kda else "gamma"
     pivots = f"fold_pivot_head(p_page, p_table, {base}, p_us, p_u_now, n_pending, keys_now, {now})"

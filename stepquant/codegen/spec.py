@@ -110,9 +110,10 @@ def head_tables(layout: PageLayout, layer: int, w: ArrayLike, spec: KernelSpec) 
     """The data that a layer's kernels read beside the pages, as numpy arrays.
 
     Returns:
-        ``table`` int32 `[H, 16]` (columns in `planes`), ``row_w`` float32 `[2, H, K]` (w and 1 / (n w) in slot order, n
-        the columns that a row factor is the mean over), ``row_bits`` uint8 `[2, H, K]` (precisions, and the largest
-        codes in 8-bit units) and ``order`` int32 `[2, H, K]` (rows in slot order, slots of the rows).
+        ``table`` int32 `[H, 16]` (columns in `planes`); in slot order ``row_w`` float32 `[4, H, K]` (w, 1 / (n w) with n
+        the columns that a row factor is the mean over, the step of a code in units of an 8-bit code and 1 / largest
+        code; w and the last are 0 in FP16 rows among others) and ``row_limits`` uint8 `[H, K]` (largest codes in 8-bit
+        units); ``order`` int32 `[2, H, K]` (rows in slot order, slots of the rows).
     """
     heads = np.arange(layout.num_heads)[:, None]
     order = layout.permutation[layer].astype(np.int32)
@@ -133,16 +134,13 @@ def head_tables(layout: PageLayout, layer: int, w: ArrayLike, spec: KernelSpec) 
     table[:, 13] = bits[:, 0]
     table[:, 14] = layout.head_offsets[layer]
     table[:, 15] = layout.sizes[layer].sum(-1)
-    return {
-        "table": table,
-        "row_w": np.stack([weights, 1 / (columns * weights)]).astype(np.float32),
-        "row_bits": np.stack([bits, _largest(bits)]),
-        "order": np.stack([order, np.argsort(order, -1).astype(np.int32)]),
-    }
-
-
-def _largest(bits: np.ndarray) -> np.ndarray:
-    """Largest code of every row in units of an 8-bit code; 1 in rows that have none."""
     coded = bits < PIVOT
     step = 1 << np.where(coded, 8 - bits.astype(np.int64), 0)
-    return np.where(coded, 128 - step, 1).astype(np.uint8)
+    inverse = np.where(coded, 1 / (128 // step - 1), 0)
+    used = weights if spec.uniform else np.where(coded, weights, 0)
+    return {
+        "table": table,
+        "row_w": np.stack([used, 1 / (columns * weights), step, inverse]).astype(np.float32),
+        "row_limits": np.where(coded, 128 - step, 1).astype(np.uint8),
+        "order": np.stack([order, np.argsort(order, -1).astype(np.int32)]),
+    }

@@ -41,14 +41,14 @@ def token_vectors(raw_q, raw_k, scale, L2NORM: tl.constexpr):
     qq, kk, qk = tl.reduce((x_q * x_q, x_k * x_k, x_q * x_k), 0, add_triple)
     norm_q, norm_k = scale, 1.0
     if L2NORM:
-        norm_q, norm_k = scale / tl.sqrt(qq + 1e-6), 1.0 / tl.sqrt(kk + 1e-6)
+        norm_q, norm_k = scale * inverse_root(qq + 1e-6), inverse_root(kk + 1e-6)
     return x_q * norm_q, x_k * norm_k, qk * norm_q * norm_k, norm_q, norm_k
 
 
 @triton.jit
 def token_gates(raw_a, raw_dt, a_log, raw_b):
     """The gate $gate_kind and the write strength."""
-    gate = tl.exp(-tl.exp(a_log.to(tl.float32)) * softplus(raw_a.to(tl.float32) + raw_dt.to(tl.float32)))
+    gate = exponential(-exponential(a_log.to(tl.float32)) * softplus(raw_a.to(tl.float32) + raw_dt.to(tl.float32)))
     return gate, tl.sigmoid(raw_b.to(tl.float32))$round_beta
 
 '''
@@ -65,7 +65,7 @@ OPEN = """    FULL: tl.constexpr = BITS > 0 and K == 8 * M  # every row of the t
     p_r = (p_page + table_offset(p_table, T_ROW)).to(tl.pointer_type(tl.float16))
     p_c = (p_page + table_offset(p_table, T_COLUMN)).to(tl.pointer_type(tl.float16))
 """
-CONSTANTS = "    w, inv_w, step_of, inv_largest = load_constants(p_w, p_bits, slot, H, K, M, BITS)\n"
+CONSTANTS = "    w, inv_w, step_of, inv_largest = load_constants(p_w, slot, H, K, M, BITS)\n"
 FACTORS = """        q_r, r_in = load_factors(p_r, g, slot, K, GROUPS, HG)
         rho = spread_rows(tl.load(q_r, mask=r_in, other=0).to(tl.float32) * (UNIT * $base), M, HG)
 """
@@ -93,7 +93,7 @@ PACKED_TILE = "x = packed_tile(words, c_old, rho, M, E, FOUR, $planes)\n"
 STEP = '''
 @triton.jit
 def step_codes(
-    p_page, p_table, p_w, p_bits, p_limits, raw_q, raw_k, raw_v, raw_a, raw_dt, a_log, raw_b, scale, slot, row_in,
+    p_page, p_table, p_w, p_limits, raw_q, raw_k, raw_v, raw_a, raw_dt, a_log, raw_b, scale, slot, row_in,
     col, col_in, p_out, L2NORM: tl.constexpr, FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
     NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
@@ -141,7 +141,7 @@ def step_pivots(
 STEP_KERNEL = '''
 @triton.jit
 def step(
-    pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
+    pages, stride_page, table, row_w, row_limits, order, slots, stride_slot,
     q, stride_q, k, stride_k, v, stride_v, a, stride_a, b, stride_b, A_log, dt_bias, scale, out, stride_out,
     L2NORM: tl.constexpr, ARCH: tl.constexpr,
 ):
@@ -153,7 +153,7 @@ $token    p_out = out + i_n * stride_out + i_h * V + col
         return
     p_page = pages + i_slot * stride_page
     prefetch_head(p_page, p_table)
-    p_w, p_bits, p_limits = row_w + i_h * K, row_bits + i_h * K, row_bits + (H + i_h) * K
+    p_w, p_limits = row_w + i_h * K, row_limits + i_h * K
 $dispatch
 '''
 
@@ -170,7 +170,7 @@ DENSE_HEAD = """    i_h, i_n = tl.program_id(1), tl.program_id(0).to(tl.int64)
 PACK = '''
 @triton.jit
 def pack_codes(
-    p_page, p_table, p_w, p_bits, p_limits, p_rows, stride_col: tl.constexpr, slot, slot_in,
+    p_page, p_table, p_w, p_limits, p_rows, stride_col: tl.constexpr, slot, slot_in,
     FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
     NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
@@ -181,11 +181,11 @@ $sums$fit
 
 @triton.jit
 def pack(
-    pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
+    pages, stride_page, table, row_w, row_limits, order, slots, stride_slot,
     state, stride_state, stride_head, stride_row: tl.constexpr, stride_col: tl.constexpr, ARCH: tl.constexpr,
 ):
     """Prefill boundary: program (n, h) packs head h of dense FP32 state n into page `slots[n]`; -1 does nothing."""
-$head    p_w, p_bits, p_limits = row_w + i_h * K, row_bits + i_h * K, row_bits + (H + i_h) * K
+$head    p_w, p_limits = row_w + i_h * K, row_limits + i_h * K
     slot = tl.arange(0, KP)
     slot_in = slot < K
     p_rows = p_state + $row * stride_row
@@ -206,7 +206,7 @@ $pivots    tl.store(p, x, mask=row_in[None, None, :])
 
 @triton.jit
 def unpack(
-    pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
+    pages, stride_page, table, row_w, row_limits, order, slots, stride_slot,
     state, stride_state, stride_head, stride_row: tl.constexpr, stride_col: tl.constexpr, ARCH: tl.constexpr,
 ):
     """Prefill boundary: program (n, h, b) writes block b of head h of page `slots[n]` to dense FP32 state n; -1 does

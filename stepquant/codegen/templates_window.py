@@ -39,7 +39,7 @@ $open    G: tl.constexpr = JP // GROUP if FOUR else 1
 READ = '''
 @triton.jit
 def read(
-    pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
+    pages, stride_page, table, row_w, row_limits, order, slots, stride_slot,
     q, stride_q, k, stride_k, v, stride_v, a, stride_a, b, stride_b, A_log, dt_bias, scale, out, stride_out,
     buffers, phases, pending, keys, key_scale, us, u_scale, ratios, gammas, k_now, u_now,
     L2NORM: tl.constexpr, FEW: tl.constexpr, ARCH: tl.constexpr,
@@ -110,7 +110,7 @@ APPEND_KDA = """    if i_phase == W - 1:
 FOLD = '''
 @triton.jit
 def fold_codes(
-    p_page, p_table, p_w, p_bits, p_limits, gamma, slot, p_us, p_u_now, n_pending, keys_now, NOW: tl.constexpr,
+    p_page, p_table, p_w, p_limits, gamma, slot, p_us, p_u_now, n_pending, keys_now, NOW: tl.constexpr,
     FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
     NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
@@ -157,7 +157,7 @@ def fold_pivot_head(p_page, p_table, base, p_us, p_u_now, n_pending, keys_now, N
 FOLD_KERNEL = '''
 @triton.jit
 def fold(
-    pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
+    pages, stride_page, table, row_w, row_limits, order, slots, stride_slot,
     buffers, phases, pending, keys, key_scale, us, u_scale, ratios, gammas, k_now, u_now, folds, ARCH: tl.constexpr,
 ):
     """Writeback: program (i, h) folds head h of every so many-th request whose window the token just read completes.
@@ -181,7 +181,7 @@ $buffers$dispatch'''
 FLUSH_KERNEL = '''
 @triton.jit
 def flush(
-    pages, stride_page, table, row_w, row_bits, order, slots, stride_slot,
+    pages, stride_page, table, row_w, row_limits, order, slots, stride_slot,
     buffers, phases, pending, keys, key_scale, us, u_scale, ratios, gammas, ARCH: tl.constexpr,
 ):
     """Fold a window that is not full, before a slot is copied, forked or sent away; nothing pending changes nothing."""
@@ -199,7 +199,7 @@ $window    if i_slot < 0:
 $buffers    p_u_now, p_k_now = us, keys  # there is no token: neither is used
 $dispatch'''
 
-FOLD_OPERANDS = """    p_w, p_bits, p_limits = row_w + i_h * K, row_bits + i_h * K, row_bits + (H + i_h) * K
+FOLD_OPERANDS = """    p_w, p_limits = row_w + i_h * K, row_limits + i_h * K
     keys_now = key_operands(
         p_keys, p_key_scale, p_u_scale, p_ratio, p_k_now, n_pending, order + i_h * K, K, M, EN, $now, SHARED_KEYS,
         PERMUTED, INT8,

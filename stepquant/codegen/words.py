@@ -243,6 +243,28 @@ def reciprocal(x):
 
 
 @triton.jit
+def exponential(x):
+    """exp(x) to within two units in the last place near zero; what is below 2^-126 is zero."""
+    if PLAIN:
+        y = tl.exp(x)
+    else:
+        y = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x * 1.4426950408889634], tl.float32, is_pure=True, pack=1
+        )
+    return y
+
+
+@triton.jit
+def inverse_root(x):
+    """1 / sqrt(x) to within a unit in the last place or two."""
+    if PLAIN:
+        y = 1.0 / tl.sqrt(x)
+    else:
+        y = tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
+    return y
+
+
+@triton.jit
 def square_root(x):
     """sqrt(x) to within a unit in the last place or two."""
     if PLAIN:

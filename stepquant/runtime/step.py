@@ -148,7 +148,7 @@ class PackedKernels(WindowSteps):
         table, batch = self.tables[layer], slots.shape[0]
         launch = self.launch_of(name, batch)
         getattr(self.modules[name], name)[self.grid(name, batch)](
-            pages, pages.stride(0), table["table"], table["row_w"], table["row_bits"], table["order"],
+            pages, pages.stride(0), table["table"], table["row_w"], table["row_limits"], table["order"],
             slots, slots.stride(0), *args, self.arch,
             num_warps=launch.warps, maxnreg=launch.registers, enable_fp_fusion=True,
         )  # fmt: skip

@@ -45,7 +45,7 @@ class Emulated(PackedKernels):
     def _launch(self, name: str, layer: int, pages: Tensor, slots: Tensor, *args: Any) -> None:
         table, launches = self.tables[layer], launches_of(self.spec, name)
         launch = launches[min(self.place, len(launches) - 1)]
-        fixed = (pages, pages.stride(0), *(table[n] for n in ("table", "row_w", "row_bits", "order")))
+        fixed = (pages, pages.stride(0), *(table[n] for n in ("table", "row_w", "row_limits", "order")))
         constants: dict[str, Any] = {}
         if name in ("pack", "unpack"):
             *args, constants["stride_row"], constants["stride_col"] = args

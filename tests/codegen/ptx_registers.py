@@ -248,6 +248,9 @@ class Registers:
     def op_sqrt(self, mods: list[str], o: list[str], on: np.ndarray) -> None:
         self._unary(mods, o, on, np.sqrt)
 
+    def op_rsqrt(self, mods: list[str], o: list[str], on: np.ndarray) -> None:
+        self._unary(mods, o, on, lambda x: 1 / np.sqrt(x))
+
     def op_ex2(self, mods: list[str], o: list[str], on: np.ndarray) -> None:
         self._unary(mods, o, on, np.exp2)
 

@@ -48,14 +48,18 @@ def test_uniform_heads_are_compiled_by_precision() -> None:
 def test_tables_follow_the_layout() -> None:
     case = Case.make("kimi_6bit", 64, 64)
     tables = head_tables(case.layout, 0, case.w[0].numpy(), case.kernels().spec)
-    order, (bits, top) = tables["order"], tables["row_bits"].astype(int)
+    order, (w, inverse, step, inv_top) = tables["order"], tables["row_w"]
+    bits = np.take_along_axis(case.bits.astype(int), order[0], -1)
     assert (np.diff(np.where(bits == 16, 0, -bits), axis=1) >= 0).all()
-    step = 1 << np.where(bits == 16, 0, 8 - bits)
-    np.testing.assert_array_equal(top, np.where(bits == 16, 1, ((1 << bits >> 1) - 1) * step))
+    top = (1 << bits >> 1) - 1
+    np.testing.assert_array_equal(step, np.where(bits == 16, 1, 1 << np.maximum(8 - bits, 0)))
+    np.testing.assert_array_equal(tables["row_limits"], np.where(bits == 16, 1, top * step))
+    np.testing.assert_array_equal(inv_top, np.where(bits == 16, 0, np.float32(1) / top.astype(np.float32)))
+    np.testing.assert_array_equal(w, np.where(bits == 16, 0, np.take_along_axis(case.w[0].numpy(), order[0], -1)))
     np.testing.assert_array_equal(np.sort(order, -1), np.broadcast_to(np.arange(64), order.shape))
     slots = case.layout.slots[0]
     np.testing.assert_array_equal(8 * tables["table"][:, 10], slots.sum(-1))
-    np.testing.assert_allclose(tables["row_w"][1] * tables["row_w"][0], 1 / 64, rtol=1e-6)
+    np.testing.assert_allclose((inverse * w)[bits < 16], 1 / 64, rtol=1e-6)
 
 
 def test_kernel_plan() -> None:
