@@ -110,10 +110,10 @@ def head_tables(layout: PageLayout, layer: int, w: ArrayLike, spec: KernelSpec) 
     """The data that a layer's kernels read beside the pages, as numpy arrays.
 
     Returns:
-        ``table`` int32 `[H, 16]` (columns in `planes`); in slot order ``row_w`` float32 `[4, H, K]` (w, 1 / (n w) with n
-        the columns that a row factor is the mean over, the step of a code in units of an 8-bit code and 1 / largest
-        code; w and the last are 0 in FP16 rows among others) and ``row_limits`` uint8 `[H, K]` (largest codes in 8-bit
-        units); ``order`` int32 `[2, H, K]` (rows in slot order, slots of the rows).
+        ``table`` int32 `[H, 16]` (columns in `planes`); in slot order ``row_w`` float32 `[4, H, K]` (w, 1 / (n w) for
+        row factors over n columns, the step of a code in units of an 8-bit code and 1 / largest code; w and the last
+        are 0 in FP16 rows among others) and ``row_limits`` uint8 `[H, K]` (largest codes in 8-bit units); ``order``
+        int32 `[2, H, K]` (rows in slot order, slots of the rows).
     """
     heads = np.arange(layout.num_heads)[:, None]
     order = layout.permutation[layer].astype(np.int32)

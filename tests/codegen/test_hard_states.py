@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,19 @@ def reference(case: Case) -> ReferenceKernels:
 
 
 BOTH = pytest.mark.parametrize("make", [Case.kernels, reference], ids=["triton", "torch"])
+
+
+@pytest.mark.parametrize("name", ["qwen_6bit", "kimi_6bit"])
+def test_a_state_beyond_the_scales_keeps_its_signs(name: str) -> None:
+    """Without refits codes are not clamped: where FP16 scales end, the largest values of a column shrink."""
+    case = Case.make(name, 32, 64)
+    kernels, x = replace(case, codec=replace(case.codec, refits=0)).kernels(), case.states(1) * 1e16
+    page = torch.zeros(1, int(case.layout.layer_bytes[0]), dtype=torch.uint8)
+    kernels.pack(0, page, torch.tensor([0]), x)
+    y = kernels.unpack(0, page, torch.tensor([0]), torch.zeros_like(x))
+    large = x.abs() > 0.5 * x.abs().amax(2, keepdim=True)
+    assert bool((y[large] * x[large] > 0).all())
+    assert 1e11 < float(y.abs().max()) < 1e12
 
 
 @BOTH
