@@ -25,9 +25,9 @@ KEY_HEAD = {"key_heads": "HK", "key_head": "i_h // (H // HK)"}
 PLANES = "NIBBLES, EIGHT, SIX, TWO"
 # Public names of the building blocks, so that a generated file imports what it uses and nothing else.
 BLOCKS = {
-    "blocks": ("fit_block", "fit_rows", "line_tile", "load_constants", "load_factors", "load_packed",
-               "pack_pivot_head", "pack_pivots", "packed_tile", "pivot_lines", "pivot_place", "read_pivots",
-               "row_place", "saturate_half", "softplus", "store_codes", "update_pivots"),
+    "blocks": ("fit_block", "fit_rows", "load_constants", "load_factors", "load_packed", "packed_tile", "pivot_place",
+               "read_pivots", "saturate_half", "softplus", "store_codes", "update_pivots"),
+    "dense": ("line_tile", "pack_pivot_head", "pack_pivots", "pivot_lines", "row_place"),
     "matrix": ("add_triple", "multiply_head", "multiply_pivots"),
     "pending": ("add_window", "fold_pivots", "key_operands", "read_pending", "saturate", "store_entry",
                 "value_operands"),
