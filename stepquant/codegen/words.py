@@ -278,9 +278,3 @@ def square_root(x):
 def to_scale(x):
     """FP16 within [2^-24, 65504]: what is stored, and what everything that follows uses."""
     return tl.minimum(tl.maximum(x, SCALE_MIN), SCALE_MAX).to(tl.float16)
-
-
-@triton.jit
-def power_of_two(exponent):
-    """2^exponent of an int32 tensor as float."""
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
