@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -22,6 +23,7 @@ from stepquant.codec.recurrence import step
 from stepquant.codec.window import WriteWindow
 from stepquant.codegen.aot import build
 from stepquant.codegen.kernel_plan import launches_of
+from stepquant.recipe_rules import refits_for
 from stepquant.runtime.step import PackedKernels
 from stepquant.runtime.window import WindowBuffers
 from tests.codegen.cases import Case, relative
@@ -179,7 +181,14 @@ CHECKS = {
     "read": check_read, "step": check_step, "fold": check_fold, "fold_int8": check_fold_int8, "dense": check_dense,
 }  # fmt: skip
 
+
+def case_of(recipe: str) -> Case:
+    """A head of every kind, at full size, fitted as the recipe's plans are."""
+    case, bits = Case.make(recipe, 128, 128), float(recipe.split("_")[1][0])
+    return replace(case, codec=replace(case.codec, refits=refits_for(bits), sample=16))
+
+
 if __name__ == "__main__":
     check = CHECKS[sys.argv[1]]
     Emulated.place = int(sys.argv[4]) if len(sys.argv) > 4 else 0
-    print(json.dumps(check(Case.make(sys.argv[2], 128, 128), sys.argv[3])))
+    print(json.dumps(check(case_of(sys.argv[2]), sys.argv[3])))
