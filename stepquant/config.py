@@ -23,7 +23,7 @@ from stepquant import config_compose as composing
 from stepquant.commands import EXIT_ERROR, EXIT_INTERRUPTED, Parser, exit_code, interrupted
 from stepquant.config_compose import Job
 from stepquant.errors import StepQuantError
-from stepquant.recipe import Recipe
+from stepquant.recipe import Recipe, plain_config
 
 T = TypeVar("T")
 
@@ -55,8 +55,8 @@ def hydra_command(
 def hydra_config_command(
     main: Callable[[DictConfig], int | None], name: str, root: str, argv: Sequence[str] | None = None
 ) -> int:
-    """Like `hydra_command` for a command with a configuration of its own, `conf/<root>.yaml`, given as composed."""
-    return _run(main, lambda job: job.config, name, argv, root)
+    """Like `hydra_command` for a command with a configuration of its own, `conf/<root>.yaml`, given resolved."""
+    return _run(main, lambda job: OmegaConf.create(plain_config(job.config, root)), name, argv, root)
 
 
 def compose_recipe(recipe: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Recipe:

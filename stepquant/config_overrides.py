@@ -11,7 +11,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from stepquant import recipe_rules as rules
-from stepquant.errors import RecipeError
+from stepquant.errors import RecipeError, shown
 from stepquant.recipe import flatten
 
 # reuse=build/qwen_6bit/budget.bits=4, output=~/build: Hydra takes no "=" and no "~" in a value without quotes.
@@ -32,6 +32,8 @@ def parse(parser: OverridesParser, text: str) -> Override:
         raise RecipeError(
             f"override {text!r} cannot be read; expected KEY=VALUE, with lists as [4,6,8] and quotes around other marks"
         ) from None
+    except ValueError:  # of int, for thousands of digits
+        raise RecipeError(f"override {shown(text)} cannot be read: a number in it has too many digits") from None
 
 
 def refuse_repeated(parsed: Sequence[Override]) -> None:

@@ -76,7 +76,7 @@ class Recipe:
         Raises:
             RecipeError: naming the key, the value found, and what was expected.
         """
-        plain = _plain(config)
+        plain = plain_config(config)
         if explicit is None:
             explicit = dict(flatten(plain)) if isinstance(config, dict) else ()
         flat = dict(flatten(plain))
@@ -169,7 +169,12 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield key, value
 
 
-def _plain(config: Any) -> dict[str, Any]:
+def plain_config(config: Any, what: str = "recipe") -> dict[str, Any]:
+    """A composed configuration as a dictionary, interpolations resolved.
+
+    Raises:
+        RecipeError: a value is missing, refers to a key that is not there, or, in a recipe, asks for a resolver.
+    """
     if not isinstance(config, dict):
         from omegaconf import DictConfig, OmegaConf
         from omegaconf.errors import OmegaConfBaseException
@@ -177,13 +182,14 @@ def _plain(config: Any) -> dict[str, Any]:
         from stepquant.yaml_checks import refuse_resolvers
 
         if isinstance(config, DictConfig):
-            refuse_resolvers(OmegaConf.to_container(config))
+            if what == "recipe":  # given away with artifacts
+                refuse_resolvers(OmegaConf.to_container(config))
             try:
                 config = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
             except OmegaConfBaseException as error:
-                raise RecipeError(f"recipe cannot be resolved: {str(error).splitlines()[0]}") from None
+                raise RecipeError(f"{what} cannot be resolved: {str(error).splitlines()[0]}") from None
     if not isinstance(config, Mapping):
-        raise RecipeError(f"recipe is {config!r}; expected a mapping of keys to values")
+        raise RecipeError(f"{what} is {config!r}; expected a mapping of keys to values")
     return {str(key): value for key, value in config.items()}
 
 

@@ -115,6 +115,9 @@ def test_dry_run_of_two_ranks_splits_states_and_weights(plan: Path) -> None:
         (["dry_run=true", "memory=1GiB", "weights=0B"], ["--tp", "three"], "SGLang's arguments after --"),
         (["dry_run=true", "memory=1GiB", "weights=0B"], ["--tp", "3"], "do not divide by tp 3"),
         (["plain=1"], [], "plain"),
+        (["dry_run=true", "memory=${nope}"], [], "serve cannot be resolved: Interpolation key 'nope' not found"),
+        (["dry_run=true", "memory=???"], [], "serve cannot be resolved: Missing mandatory value: memory"),
+        (["dry_run=true", f"memory={'9' * 5000}"], [], "a number in it has too many digits"),
         (["dry_run=true", "memory=1GiB", "weights=0B", "json=/dev/null"], [], "json=/dev/null is no ordinary file"),
     ],
 )
