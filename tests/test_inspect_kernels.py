@@ -27,7 +27,9 @@ from stepquant.layout import PARTS
 from stepquant.passes.codegen import write_kernels
 from stepquant.passes.layout import permutation
 from stepquant.plan import LayoutPlan, load_plan
+from stepquant.runtime import launch
 from stepquant.runtime.load import load_rank_plan
+from stepquant.runtime.sglang import refusals
 from tests.plans import small_plan, synthetic_plan
 
 REPORT = {
@@ -322,7 +324,7 @@ def test_a_kernel_too_many(small, capsys):
     assert "more.py: kernel_plan.json has no such kernel" in refused(capsys, small, "--kernels")
 
 
-def test_another_generator_is_said(small, capsys):
+def test_another_generator_is_said(small, capsys, monkeypatch):
     """What an older stepquant wrote is sound, though this one would write another text, and a GPU refuses it."""
     from stepquant.codegen.generate import source_hash
 
@@ -340,6 +342,11 @@ def test_another_generator_is_said(small, capsys):
         load_rank_plan(small).check_kernels()
     assert serve.main(dry) == 0
     assert "a server on a GPU would refuse this plan: kernels/ was generated as" in words(capsys.readouterr().out)
+    for name in ("installed_version", "plugin_target"):  # as if SGLang were here
+        monkeypatch.setattr(launch, name, lambda: "there")
+    monkeypatch.setattr(refusals, "check_checkpoint", lambda *_: None)
+    assert serve.main([f"plan={small}", "--", "--model-path", "x"]) == 2
+    assert "kernels/ was generated as" in capsys.readouterr().err
 
 
 def _first(**changes: Any) -> Callable[[dict[str, Any]], object]:

@@ -79,9 +79,7 @@ def fit_rows(
     """
     mean = tl.maximum(total_sums(total, M, HG) * inv_w, 1e-20 * COLUMNS * inv_w)
     r = to_scale(square_root(mean))
-    rho = r.to(tl.float32)
-    if MIXED:
-        rho = rho * step.to(tl.float32)
+    rho = r.to(tl.float32) * step.to(tl.float32)
     weight = rho * w
     inv_rho = reciprocal(rho)
     if MIXED:
@@ -119,24 +117,21 @@ def fit_block(x, inv_rho, weight, inv_top, step, BITS: tl.constexpr, FOUR: tl.co
         bound = max_slots(tl.abs(y)) * (1.0 / TOP)
     else:
         bound = max_slots(tl.abs(y) * inv_top)
-    c, reach = to_scale(bound), bound * REACH
+    c = to_scale(bound)
+    scale = tl.maximum(c.to(tl.float32), bound * REACH)  # reaches every value: nothing to clamp
     for i in tl.static_range(REFITS):
-        scale = tl.maximum(c.to(tl.float32), reach)
         if FOUR:
             size = tl.abs(y)
             level = four_size(size, tl.expand_dims(2.0 * scale, 2))
             numerator, denominator = sum_slots(level * weight, size, level)
         else:
             q = (y * tl.expand_dims(reciprocal(scale), 2) + ROUND) - ROUND
-            if i > 0:  # the first scales reach every value, later ones need not
+            if i > 0:  # refitted scales need not
                 q = tl.minimum(tl.maximum(q, -_largest(inv_top, BITS)), _largest(inv_top, BITS))
             numerator, denominator = sum_slots(q * weight, y, q)
         refit = to_scale(numerator * reciprocal(tl.maximum(denominator, 1e-37)))
         c = tl.where(denominator > 0, refit, c)
-        reach = 0.0
-    scale = c.to(tl.float32)
-    if REFITS == 0:  # so that there is nothing to clamp
-        scale = tl.maximum(scale, reach)
+        scale = c.to(tl.float32)
     inv_c = reciprocal(scale)
     if FOUR:
         q = four_code(y, tl.expand_dims(0.125 * inv_c, 2))
@@ -198,6 +193,13 @@ def pivot_place(p_pivots, b, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr, 
 def saturate_half(x):
     """FP16; saturates instead of overflowing."""
     return tl.minimum(tl.maximum(x, -65504.0), 65504.0).to(tl.float16)
+
+
+@triton.jit
+def split_half(x, WITHIN: tl.constexpr = False):
+    """x as a sum of two halves, to within 2^-22 of it or 2^-25; WITHIN: x is known not to overflow FP16."""
+    high = x.to(tl.float16) if WITHIN else saturate_half(x)
+    return high, (x - high.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stepquant.codegen.blocks import split_half
 from stepquant.codegen.planes import load_block, unpack_block
 from stepquant.codegen.words import ROUND, reciprocal
 
@@ -21,6 +22,13 @@ from stepquant.codegen.words import ROUND, reciprocal
 def max_pair(a, b, c, d):
     """Combine function of a reduction that takes two maxima at once."""
     return tl.maximum(a, c), tl.maximum(b, d)
+
+
+@triton.jit
+def largest(size_k, size_q):
+    """The largest entries of two vectors of sizes, never zero."""
+    top_k, top_q = tl.reduce((size_k, size_q), 0, max_pair)
+    return tl.maximum(top_k, 1e-30), tl.maximum(top_q, 1e-30)
 
 
 @triton.jit
@@ -135,8 +143,7 @@ def multiply_group(
         rho = load_factor(p_r + (J * G // JP + FIRST) * K, slot, UNIT, K)
         k1, q1 = rho * x_k, rho * x_q
         size_k, size_q = tl.maximum(size_k, tl.abs(k1)), tl.maximum(size_q, tl.abs(q1))
-    top_k, top_q = tl.reduce((size_k, size_q), 0, max_pair)
-    top_k, top_q = tl.maximum(top_k, 1e-30), tl.maximum(top_q, 1e-30)
+    top_k, top_q = largest(size_k, size_q)
     scale_k, scale_q = 1048576.0 * reciprocal(top_k), 1048576.0 * reciprocal(top_q)
     t = digits(to_integers(k0, scale_k), to_integers(q0, scale_q), M)
     if FOUR:
@@ -212,9 +219,8 @@ def half_columns(k, q, slot):
     """Entries `slot` of k and q as right operand f16 `[slots, 8]`: both halves of k, both halves of q, zeros."""
     o = tl.arange(0, 8)[None, :]
     x = tl.where(o < 2, tl.gather(k, slot, 0)[:, None], tl.gather(q, slot, 0)[:, None])
-    high = x.to(tl.float16)
-    x = tl.where(o % 2 == 0, high, (x - high.to(tl.float32)).to(tl.float16))
-    return tl.where(o < 4, x, 0.0).to(tl.float16)
+    high, low = split_half(x, True)
+    return tl.where(o < 4, tl.where(o % 2 == 0, high, low), 0.0).to(tl.float16)
 
 
 @triton.jit
@@ -224,8 +230,7 @@ def multiply_pivots(p_pivots, x_k, x_q, col, col_in, K: tl.constexpr, V: tl.cons
     Each vector is split into two halves, in units of its largest entry: the error is 2^-22 of that. For one or two
     warps: of four Triton makes a product of Hopper's warp groups, through shared memory.
     """
-    top_k, top_q = tl.reduce((tl.abs(x_k), tl.abs(x_q)), 0, max_pair)
-    top_k, top_q = tl.maximum(top_k, 1e-30), tl.maximum(top_q, 1e-30)
+    top_k, top_q = largest(tl.abs(x_k), tl.abs(x_q))
     k, q = x_k * reciprocal(top_k), x_q * reciprocal(top_q)
     o_p = tl.arange(0, 16)
     p, acc = p_pivots + o_p[None, :] * V + col[:, None], tl.zeros([VP, 8], tl.float32)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stepquant.codegen.blocks import load_pivots, saturate_half, store_pivots
+from stepquant.codegen.blocks import load_pivots, split_half, store_pivots
 from stepquant.codegen.tile import block_columns, tile_slots
 from stepquant.codegen.words import SCALE_MAX, SCALE_MIN
 
@@ -113,13 +113,6 @@ def read_pending(
 
 
 @triton.jit
-def split_half(x):
-    """x as a sum of two halves, to within 2^-22 of it or 2^-25."""
-    high = saturate_half(x)
-    return high, (x - high.to(tl.float32)).to(tl.float16)
-
-
-@triton.jit
 def load_with_now(p, p_now, e, o, n_pending, inside, N: tl.constexpr, EN: tl.constexpr, NOW: tl.constexpr):
     """Entries `e` of a buffer of vectors, entry EN - 1 from `p_now`; zero from entry `n_pending` on.
 
@@ -159,12 +152,8 @@ def gated_keys(
     if INT8:  # each scale once and each 128 of `load_with_now` once
         factor = factor * (tl.load(p_key_scale + e, mask=e < n_pending, other=0).to(tl.float32) * 128.0)
         factor = factor * (tl.load(p_u_scale + e, mask=e < n_pending, other=0).to(tl.float32) * 128.0)
-    k = k * tl.where(e == EN - 1, 1.0, factor)
-    if p_keys.dtype.element_ty == tl.float16:  # gates are at most one
-        high = k.to(tl.float16)
-        low = (k - high.to(tl.float32)).to(tl.float16)
-    else:
-        high, low = split_half(k)
+    WITHIN: tl.constexpr = p_keys.dtype.element_ty == tl.float16  # gates are at most one
+    high, low = split_half(k * tl.where(e == EN - 1, 1.0, factor), WITHIN)
     # No join of the halves: it is stored two bytes a thread, sixteen threads on a bank, and of INT8 buffers it makes
     # Triton take more entries a thread than there are.
     return tl.where(o < EN, high, low)

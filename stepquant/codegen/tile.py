@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stepquant.codegen.words import pair_bytes, raw_float, to_word
+from stepquant.codegen.words import low_bytes, pair_bytes, raw_float, to_word
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def crumbs_from_tile(x, M: tl.constexpr, E: tl.constexpr):
     """The words of a two-bit plane, ``[d, l, a, e]``, of a tile of places as `four_code` has them."""
     x00, x01, x10, x11 = _split_words(x, M, E)
     x0, x1, x2, x3 = _split_bytes(x00 + 4 * (x01 + 4 * (x10 + 4 * x11)))
-    return to_word(x0, x1, x2, x3, 0, 2, 0, False) ^ -1431655766  # 0xAA a byte: places 0 .. 3 are the codes -2 .. 1
+    return low_bytes(x0, x1, x2, x3) ^ -1431655766  # 0xAA a byte: places 0 .. 3 are the codes -2 .. 1
 
 
 @triton.jit

@@ -17,9 +17,7 @@ import triton.language as tl
 
 PLAIN = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, ties to even, in the low mantissa bits
-# Assembly of `to_word`: low bytes of $1 to $4, as they are ...
-LOW_BYTES = tl.constexpr("prmt.b32 t, $1, $2, 0x0040; prmt.b32 s, $3, $4, 0x0040; prmt.b32 $0, t, s, 0x5410;")
-# ... clamped two at a time between (l, m) and (h, k) ...
+# Assembly of `to_word` from the lower halves of $1 to $4, clamped two at a time between (l, m) and (h, k) ...
 CLAMP_PAIRS = tl.constexpr(
     "prmt.b32 t, $1, $2, 0x5410; prmt.b32 s, $3, $4, 0x5410; min.s16x2 t, t, h; min.s16x2 s, s, k; "
     "max.s16x2 t, t, l; max.s16x2 s, s, m; prmt.b32 $0, t, s, 0x6420;"
@@ -146,18 +144,30 @@ def code_bits(q):
 
 
 @triton.jit
+def low_bytes(x0, x1, x2, x3):
+    """The lowest bytes of four int32 as a word."""
+    if PLAIN:
+        z = (x0 & 255) | ((x1 & 255) << 8) | ((x2 & 255) << 16) | ((x3 & 255) << 24)
+    else:
+        z = tl.inline_asm_elementwise(
+            "{ .reg .b32 t, s; prmt.b32 t, $1, $2, 0x0040; prmt.b32 s, $3, $4, 0x0040; prmt.b32 $0, t, s, 0x5410; }",
+            "=r,r,r,r,r", [x0, x1, x2, x3], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return z
+
+
+@triton.jit
 def to_word(x0, x1, x2, x3, limits, BITS: tl.constexpr, ARCH: tl.constexpr, CLAMP: tl.constexpr):
     """Four codes in the lower halves of int32 as the bytes of a word.
 
     CLAMP: to the codes of a precision; otherwise they are known to be within them. BITS = 0: every row has its own
     precision, codes are in units of an 8-bit code, and `limits` has words with the largest code of a row a byte.
     """
-    if PLAIN:
-        z = _plain_code(x0, limits, BITS, CLAMP, 0) | _plain_code(x1, limits, BITS, CLAMP, 8)
-        z = z | _plain_code(x2, limits, BITS, CLAMP, 16) | _plain_code(x3, limits, BITS, CLAMP, 24)
-    elif not CLAMP:
-        asm: tl.constexpr = f"{{ .reg .b32 t, s; {LOW_BYTES} }}"
-        z = tl.inline_asm_elementwise(asm, "=r,r,r,r,r", [x0, x1, x2, x3], dtype=tl.int32, is_pure=True, pack=1)
+    if not CLAMP:
+        z = low_bytes(x0, x1, x2, x3)
+    elif PLAIN:
+        x0, x1 = _plain_clamp(x0, limits, BITS, 0), _plain_clamp(x1, limits, BITS, 8)
+        z = low_bytes(x0, x1, _plain_clamp(x2, limits, BITS, 16), _plain_clamp(x3, limits, BITS, 24))
     elif BITS > 0:
         TOP: tl.constexpr = 2 ** (BITS - 1) - 1
         if ARCH >= 90:
@@ -191,15 +201,13 @@ def to_word(x0, x1, x2, x3, limits, BITS: tl.constexpr, ARCH: tl.constexpr, CLAM
 
 
 @triton.jit
-def _plain_code(q, limits, BITS: tl.constexpr, CLAMP: tl.constexpr, AT: tl.constexpr):
-    """What the assembly of `to_word` makes of the byte at bit `AT`."""
-    if CLAMP:
-        if BITS > 0:
-            q = tl.minimum(tl.maximum(q, 1 - 2 ** (BITS - 1)), 2 ** (BITS - 1) - 1)
-        else:
-            top = (limits >> AT) & 255
-            q = tl.minimum(tl.maximum(q, -top), top)
-    return (q & 255) << AT
+def _plain_clamp(q, limits, BITS: tl.constexpr, AT: tl.constexpr):
+    """What the assembly of `to_word` makes of the code that goes to bit `AT`."""
+    if BITS > 0:
+        top = 2 ** (BITS - 1) - 1
+    else:
+        top = (limits >> AT) & 255
+    return tl.minimum(tl.maximum(q, -top), top)
 
 
 @triton.jit
