@@ -33,6 +33,15 @@ from stepquant.codegen.words import (
 
 
 @triton.jit
+def issue_loads():
+    """Loads above this line are asked for before anything below it starts.
+
+    The compiler moves a load down to where its value is used, behind what the program waits for in between.
+    """
+    tl.debug_barrier()
+
+
+@triton.jit
 def softplus(x):
     """log(1 + exp(x)) = max(x, 0) + log(1 + e) for e = exp(-|x|), and log(1 + e) = 2 artanh(e / (2 + e)).
 

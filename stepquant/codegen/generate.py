@@ -25,12 +25,12 @@ KEY_HEAD = {"key_heads": "HK", "key_head": "i_h // (H // HK)"}
 PLANES = "NIBBLES, EIGHT, SIX, TWO"
 # Public names of the building blocks, so that a generated file imports what it uses and nothing else.
 BLOCKS = {
-    "blocks": ("fit_block", "fit_rows", "load_constants", "load_factors", "load_packed", "packed_tile", "pivot_place",
-               "read_pivots", "saturate_half", "softplus", "store_codes", "update_pivots"),
+    "blocks": ("fit_block", "fit_rows", "issue_loads", "load_constants", "load_factors", "load_packed", "packed_tile",
+               "pivot_place", "read_pivots", "saturate_half", "softplus", "store_codes", "update_pivots"),
     "dense": ("line_tile", "pack_pivot_head", "pack_pivots", "pivot_lines", "row_place"),
     "matrix": ("add_triple", "multiply_head", "multiply_pivots"),
-    "pending": ("add_window", "fold_pivots", "key_operands", "read_pending", "saturate", "store_entry",
-                "value_operands"),
+    "pending": ("add_window", "fold_pivots", "key_operands", "load_entries", "read_pending", "saturate",
+                "store_entry", "value_operands"),
     "planes": ("load_block", "open_planes", "prefetch_bytes", "prefetch_head"),
     "table": ("T_BITS", "T_COLUMN", "T_PIVOT", "T_PIVOTS", "T_ROW", "table_offset"),
     "words": ("exponential", "inverse_root"),
@@ -117,9 +117,15 @@ def _row(spec: KernelSpec) -> str:
     return "tl.load(order + i_h * K + slot, mask=row_in, other=0)" if spec.permuted else "slot"
 
 
-def _token(spec: KernelSpec) -> str:
+def _token(spec: KernelSpec) -> dict[str, str]:
+    """What finds a program's place, and the loads of a token: vectors of rows, gates, values."""
     place = "i_h * K + row, mask=row_in, other=0" if spec.family == "kda" else "i_h"
-    return Template(t.LOAD_TOKEN).substitute(row=_row(spec), gate_place=place)
+    return {
+        "places": Template(t.LOAD_PLACES).substitute(row=_row(spec)),
+        "keys": t.LOAD_KEYS,
+        "gates": Template(t.LOAD_GATES).substitute(gate_place=place),
+        "values": t.LOAD_VALUES,
+    }
 
 
 def _token_math(spec: KernelSpec) -> str:
@@ -197,7 +203,7 @@ def _step(spec: KernelSpec) -> str:
     token = "raw_q, raw_k, raw_v, raw_a, raw_dt, a_log, raw_b, scale"
     call = f"step_codes(p_page, p_table, p_w, p_limits, {token}, slot, row_in, col, col_in, p_out, L2NORM, {{kind}})"
     pivots = f"step_pivots(p_page, p_table, {token}, col, col_in, p_out, L2NORM)"
-    kernel = Template(t.STEP_KERNEL).substitute(token=_token(spec), dispatch=_dispatch(spec, call, pivots))
+    kernel = Template(t.STEP_KERNEL).substitute(_token(spec), dispatch=_dispatch(spec, call, pivots))
     return body + (t.STEP_PIVOTS if spec.pivots == "heads" or spec.whole else "") + kernel
 
 
@@ -234,18 +240,18 @@ def _keys(spec: KernelSpec) -> dict[str, str]:
     return {"key_heads": "H", "key_head": "i_h"} if spec.family == "kda" else KEY_HEAD
 
 
-def _buffers(spec: KernelSpec, now: bool = False, prefetch: str = tw.PREFETCH) -> str:
+def _buffers(spec: KernelSpec) -> str:
+    """Where the pending tokens of a request and head are."""
+    return Template(tw.BUFFERS).substitute(_keys(spec), gamma_width=" * K" if spec.family == "kda" else "")
+
+
+def _gamma(spec: KernelSpec, now: bool = False) -> str:
+    """Load of the gate of everything pending."""
     kda = spec.family == "kda"
     mask = "row_in & (slot < n_pending * KP)" if kda else "n_pending > 0"
     if now:  # the gate of the token just read is in it, whether anything is pending or not
         mask = "row_in" if kda else "i_slot >= 0"
-    return Template(tw.BUFFERS).substitute(
-        _keys(spec),
-        gamma_width=" * K" if kda else "",
-        gamma_index=" + slot" if kda else "",
-        gamma_mask=mask,
-        prefetch=prefetch,
-    )
+    return Template(tw.LOAD_GAMMA).substitute(gamma_index=" + slot" if kda else "", gamma_mask=mask)
 
 
 def _read(spec: KernelSpec) -> str:
@@ -255,18 +261,21 @@ def _read(spec: KernelSpec) -> str:
         vector = "base" if kda else "base + tl.zeros([KP], tl.float32)"
         read_pivots = t.READ_PIVOTS.replace("$decay", vector)
     functions = Template(tw.READ_CODES).substitute(planes=PLANES, open=t.OPEN)
-    x = "x_k * base, x_q * base" if kda else "x_k, x_q"
+    x = "x_k * base, x_q * base" if kda else "raw_k, raw_q"  # GDN: norms and gates are scalars, and come later
     call = f"h_k, h_q = read_codes(p_page, p_table, {x}, slot, col, col_in, {{kind}})"
     pivots = Template(tw.READ_PIVOT_HEAD).substitute(x=x) if spec.pivots == "heads" else ""
     dispatch = _dispatch(spec, call, pivots)
     if not kda or spec.whole:
         dispatch = tw.NO_CODES + dispatch
-    body = Template(tw.BODY_KDA if kda else tw.BODY_GDN).substitute(dispatch=dispatch)
+    late = Template(tw.LATE).substitute(key_index="slot" if kda else "row")
+    token = _token(spec)
+    body = Template(tw.BODY_KDA if kda else tw.BODY_GDN).substitute(
+        token, gamma=_gamma(spec), dispatch=dispatch, late=late
+    )
     return functions + Template(tw.READ).substitute(
-        token=_token(spec),
-        window=tw.LOAD_WINDOW,
-        buffers=_buffers(spec, prefetch="    if FEW:\n" + indent(tw.PREFETCH, INDENT)),
-        key_index="slot" if kda else "row",
+        places=token["places"],
+        window=tw.LOAD_BUFFER,
+        buffers=_buffers(spec) + "    if FEW:\n" + indent(tw.PREFETCH_HEAD, INDENT) + tw.PREFETCH_WINDOW,
         body=body,
         read_pivots=read_pivots,
         append=tw.APPEND_KDA if kda else tw.APPEND_GDN,
@@ -294,7 +303,8 @@ def _fold(spec: KernelSpec, kernel: str, now: bool) -> str:
         )
     elif spec.pivots == "heads":
         functions += tw.FOLD_PIVOT_HEAD
-    window, buffers = tw.LOAD_WINDOW, _buffers(spec, now)
+    window = tw.LOAD_WINDOW
+    buffers = _buffers(spec) + tw.PREFETCH_HEAD + tw.PREFETCH_WINDOW + _gamma(spec, now)
     if now:
         window, buffers, dispatch = indent(window, INDENT), indent(buffers, 2 * INDENT), indent(dispatch, 2 * INDENT)
     return functions + Template(kernel).substitute(_keys(spec), window=window, buffers=buffers, dispatch=dispatch)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stepquant.codegen.blocks import split_half
+from stepquant.codegen.blocks import issue_loads, split_half
 from stepquant.codegen.planes import load_block, unpack_block
 from stepquant.codegen.words import ROUND, reciprocal
 
@@ -124,23 +124,28 @@ def join_blocks(x0, x1):
 
 
 @triton.jit
-def load_factor(p_r, slot, UNIT: tl.constexpr, K: tl.constexpr):
-    """A compact vector of row factors in units of z."""
-    return tl.load(p_r + slot, mask=slot < K, other=0).to(tl.float32) * UNIT
+def read_factors(p_r, slot, i_group, K: tl.constexpr, GROUPS: tl.constexpr, FOUR: tl.constexpr):
+    """Compact vectors of the row factors of a group of each half as the page has them; both the same without FOUR."""
+    r0 = tl.load(p_r + i_group * K + slot, mask=slot < K, other=0)
+    r1 = r0
+    if FOUR:
+        r1 = tl.load(p_r + (GROUPS + i_group) * K + slot, mask=slot < K, other=0)
+    return r0, r1
 
 
 @triton.jit
 def multiply_group(
-    planes, words, p_r, x_k, x_q, slot, FIRST: tl.constexpr, K: tl.constexpr, J: tl.constexpr, M: tl.constexpr,
+    planes, words, factors, x_k, x_q, FIRST: tl.constexpr, J: tl.constexpr, M: tl.constexpr,
     JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr, UNIT: tl.constexpr, FULL: tl.constexpr,
     FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
     """k^T and q^T times rho z of the columns of one group of each half, ``[h, column, kq]``."""
-    rho = load_factor(p_r + FIRST * K, slot, UNIT, K)
+    x_k, x_q = x_k.to(tl.float32), x_q.to(tl.float32)
+    rho = factors[0].to(tl.float32) * UNIT
     k0, q0 = rho * x_k, rho * x_q
     size_k, size_q = tl.abs(k0), tl.abs(q0)
     if FOUR:
-        rho = load_factor(p_r + (J * G // JP + FIRST) * K, slot, UNIT, K)
+        rho = factors[1].to(tl.float32) * UNIT
         k1, q1 = rho * x_k, rho * x_q
         size_k, size_q = tl.maximum(size_k, tl.abs(k1)), tl.maximum(size_q, tl.abs(q1))
     top_k, top_q = largest(size_k, size_q)
@@ -156,42 +161,26 @@ def multiply_group(
 
 @triton.jit
 def multiply_groups(
-    planes, words, p_r, x_k, x_q, slot, FIRST: tl.constexpr, COUNT: tl.constexpr, K: tl.constexpr, J: tl.constexpr,
-    M: tl.constexpr, JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr, UNIT: tl.constexpr, FULL: tl.constexpr,
-    FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
+    planes, words, factors, p_r, x_k, x_q, slot, FIRST: tl.constexpr, COUNT: tl.constexpr, K: tl.constexpr,
+    J: tl.constexpr, M: tl.constexpr, JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr, UNIT: tl.constexpr,
+    FULL: tl.constexpr, FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr,
+    TWO: tl.constexpr,
 ):  # fmt: skip
-    """The same of `COUNT` groups, a power of two."""
+    """The same of `COUNT` groups, a power of two; factors: of the first."""
     if COUNT == 1:
         x, words = multiply_group(
-            planes, words, p_r, x_k, x_q, slot, FIRST, K, J, M, JP, E, G, UNIT, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO
+            planes, words, factors, x_k, x_q, FIRST, J, M, JP, E, G, UNIT, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO
         )
     else:
+        HALF: tl.constexpr = COUNT // 2
+        later = read_factors(p_r, slot, FIRST + HALF, K, J * G // JP, FOUR)
         x0, words = multiply_groups(
-            planes,
-            words,
-            p_r,
-            x_k,
-            x_q,
-            slot,
-            FIRST,
-            COUNT // 2,
-            K,
-            J,
-            M,
-            JP,
-            E,
-            G,
-            UNIT,
-            FULL,
-            FOUR,
-            NIBBLES,
-            EIGHT,
-            SIX,
-            TWO,
-        )
+            planes, words, factors, p_r, x_k, x_q, slot, FIRST, HALF, K, J, M, JP, E, G, UNIT, FULL, FOUR, NIBBLES,
+            EIGHT, SIX, TWO,
+        )  # fmt: skip
         x1, words = multiply_groups(
-            planes, words, p_r, x_k, x_q, slot, FIRST + COUNT // 2, COUNT // 2, K, J, M, JP, E, G, UNIT, FULL,
-            FOUR, NIBBLES, EIGHT, SIX, TWO,
+            planes, words, later, p_r, x_k, x_q, slot, FIRST + HALF, HALF, K, J, M, JP, E, G, UNIT, FULL, FOUR,
+            NIBBLES, EIGHT, SIX, TWO,
         )  # fmt: skip
         x = join_blocks(x0, x1)
     return x, words
@@ -207,9 +196,12 @@ def multiply_head(
 
     words: of block 0, loaded by the caller ahead of everything that takes time.
     """
+    factors = read_factors(p_r, slot, 0, K, J * G // JP, FOUR)
+    issue_loads()  # the words with the factors, not after them
     x, words = multiply_groups(
-        planes, words, p_r, x_k, x_q, slot, 0, G, K, J, M, JP, E, G, UNIT, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO
-    )
+        planes, words, factors, p_r, x_k, x_q, slot, 0, G, K, J, M, JP, E, G, UNIT, FULL, FOUR, NIBBLES, EIGHT, SIX,
+        TWO,
+    )  # fmt: skip
     h_k, h_q = tl.split(tl.reshape(x, (2 * JP, 2)))
     return h_k * c, h_q * c
 
@@ -230,6 +222,7 @@ def multiply_pivots(p_pivots, x_k, x_q, col, col_in, K: tl.constexpr, V: tl.cons
     Each vector is split into two halves, in units of its largest entry: the error is 2^-22 of that. For one or two
     warps: of four Triton makes a product of Hopper's warp groups, through shared memory.
     """
+    x_k, x_q = x_k.to(tl.float32), x_q.to(tl.float32)
     top_k, top_q = largest(tl.abs(x_k), tl.abs(x_q))
     k, q = x_k * reciprocal(top_k), x_q * reciprocal(top_q)
     o_p = tl.arange(0, 16)

@@ -35,9 +35,24 @@ def store_entry(
 
 
 @triton.jit
-def load_entry(p, p_scale, i_entry, n_pending, o, inside, N: tl.constexpr, INT8: tl.constexpr):
-    """One vector of the buffer in FP32; zero from entry `n_pending` on."""
-    x = tl.load(p + i_entry * N + o, mask=inside & (o < N * (n_pending - i_entry)), other=0).to(tl.float32)
+def load_four(p, i, n_pending, o, inside, N: tl.constexpr):
+    """Entries i to i + 3 as the buffer holds them; zero from entry `n_pending` on."""
+    q, n = p + i * N + o, N * (n_pending - i)
+    x0, x1 = tl.load(q, mask=inside & (o < n), other=0), tl.load(q + N, mask=inside & (o < n - N), other=0)
+    x2 = tl.load(q + 2 * N, mask=inside & (o < n - 2 * N), other=0)
+    return x0, x1, x2, tl.load(q + 3 * N, mask=inside & (o < n - 3 * N), other=0)
+
+
+@triton.jit
+def load_entries(p_keys, p_us, i, n_pending, o_key, row_in, col, col_in, K: tl.constexpr, V: tl.constexpr):
+    """Keys and residuals of four entries."""
+    return load_four(p_keys, i, n_pending, o_key, row_in, K), load_four(p_us, i, n_pending, col, col_in, V)
+
+
+@triton.jit
+def to_float(x, p_scale, i_entry, n_pending, INT8: tl.constexpr):
+    """A vector of the buffer in FP32."""
+    x = x.to(tl.float32)
     if INT8:
         x = x * tl.load(p_scale + i_entry, mask=i_entry < n_pending, other=0).to(tl.float32)
     return x
@@ -65,23 +80,26 @@ def add_eight(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p):  # noqa: E741
 
 @triton.jit
 def read_pending(
-    h_k, h_q, x_k, x_q, decay, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending,
+    h_k, h_q, x_k, x_q, decay, entries, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending,
     o_key, row_in, col, col_in, K: tl.constexpr, V: tl.constexpr, SHARED_KEYS: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Add sum_i (k . D kbar_i) u_i and sum_i (q . D kbar_i) u_i, four entries at a time.
 
     The gate `decay` (compact rows) is folded into ratios (GDN: by the caller) or into the stored keys (here, for KDA).
+    entries: the first four, loaded by the caller ahead of everything that takes time.
     """
     gated_k, gated_q = x_k * decay, x_q * decay
     for i in range(0, n_pending, 4):
-        k0 = load_entry(p_keys, p_key_scale, i, n_pending, o_key, row_in, K, INT8)
-        k1 = load_entry(p_keys, p_key_scale, i + 1, n_pending, o_key, row_in, K, INT8)
-        k2 = load_entry(p_keys, p_key_scale, i + 2, n_pending, o_key, row_in, K, INT8)
-        k3 = load_entry(p_keys, p_key_scale, i + 3, n_pending, o_key, row_in, K, INT8)
-        u0 = load_entry(p_us, p_u_scale, i, n_pending, col, col_in, V, INT8)
-        u1 = load_entry(p_us, p_u_scale, i + 1, n_pending, col, col_in, V, INT8)
-        u2 = load_entry(p_us, p_u_scale, i + 2, n_pending, col, col_in, V, INT8)
-        u3 = load_entry(p_us, p_u_scale, i + 3, n_pending, col, col_in, V, INT8)
+        keys, us = entries
+        entries = load_entries(p_keys, p_us, i + 4, n_pending, o_key, row_in, col, col_in, K, V)
+        k0, k1 = (
+            to_float(keys[0], p_key_scale, i, n_pending, INT8),
+            to_float(keys[1], p_key_scale, i + 1, n_pending, INT8),
+        )
+        k2 = to_float(keys[2], p_key_scale, i + 2, n_pending, INT8)
+        k3 = to_float(keys[3], p_key_scale, i + 3, n_pending, INT8)
+        u0, u1 = to_float(us[0], p_u_scale, i, n_pending, INT8), to_float(us[1], p_u_scale, i + 1, n_pending, INT8)
+        u2, u3 = to_float(us[2], p_u_scale, i + 2, n_pending, INT8), to_float(us[3], p_u_scale, i + 3, n_pending, INT8)
         if not SHARED_KEYS:
             store_entry(p_keys, p_key_scale, k0 * decay, i, n_pending, o_key, row_in, K, INT8, True)
             store_entry(p_keys, p_key_scale, k1 * decay, i + 1, n_pending, o_key, row_in, K, INT8, True)

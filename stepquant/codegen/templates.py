@@ -1,6 +1,7 @@
 """Text of the generated kernels. `generate` fills in the constants and picks the lines of the plan's family.
 
-The order of the lines matters: a program first issues every load that it can, then does arithmetic.
+The order of the lines matters: a program issues loads before the arithmetic that needs none of them, and what it waits
+for first is asked for first. `issue_loads` keeps the compiler from moving loads down to where they are used.
 """
 
 from __future__ import annotations
@@ -18,19 +19,24 @@ $imports
 $constants
 '''
 
-LOAD_TOKEN = """    col, col_in = tile_columns(J, JP)
+LOAD_PLACES = """    col, col_in = tile_columns(J, JP)
     slot = tl.arange(0, KP)
     row_in = slot < K
     row = $row
     p_table = table + i_h * 16
     i_slot = tl.load(slots + i_n * stride_slot).to(tl.int64)
     i_bits = tl.load(p_table + T_BITS)
+"""
+LOAD_KEYS = """\
     raw_q = tl.load(q + i_n * stride_q + i_h // (H // HK) * K + row, mask=row_in, other=0)
     raw_k = tl.load(k + i_n * stride_k + i_h // (H // HK) * K + row, mask=row_in, other=0)
-    raw_v = tl.load(v + i_n * stride_v + i_h * V + col, mask=col_in, other=0)
-    raw_a = tl.load(a + i_n * stride_a + $gate_place)
+"""
+LOAD_GATES = """    raw_a = tl.load(a + i_n * stride_a + $gate_place)
     raw_dt = tl.load(dt_bias + $gate_place)
-    raw_b, a_log = tl.load(b + i_n * stride_b + i_h), tl.load(A_log + i_h)
+    a_log = tl.load(A_log + i_h)
+"""
+LOAD_VALUES = """    raw_v = tl.load(v + i_n * stride_v + i_h * V + col, mask=col_in, other=0)
+    raw_b = tl.load(b + i_n * stride_b + i_h)
 """
 
 TOKEN_MATH = '''
@@ -46,10 +52,15 @@ def token_vectors(raw_q, raw_k, scale, L2NORM: tl.constexpr):
 
 
 @triton.jit
-def token_gates(raw_a, raw_dt, a_log, raw_b):
-    """The gate $gate_kind and the write strength."""
-    gate = exponential(-exponential(a_log.to(tl.float32)) * softplus(raw_a.to(tl.float32) + raw_dt.to(tl.float32)))
-    return gate, tl.sigmoid(raw_b.to(tl.float32))$round_beta
+def token_gate(raw_a, raw_dt, a_log):
+    """The gate $gate_kind."""
+    return exponential(-exponential(a_log.to(tl.float32)) * softplus(raw_a.to(tl.float32) + raw_dt.to(tl.float32)))
+
+
+@triton.jit
+def write_strength(raw_b):
+    """beta of a head."""
+    return tl.sigmoid(raw_b.to(tl.float32))$round_beta
 
 '''
 
@@ -103,7 +114,7 @@ $open    G: tl.constexpr = JP // GROUP if FOUR else 1
     first = load_block(bytes_of, 0, J, M, E, 4, FULL, FOUR, $planes)
     c_read = tl.load(p_c + col, mask=col_in, other=0).to(tl.float32)
 $constants    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
-    decay, beta = token_gates(raw_a, raw_dt, a_log, raw_b)
+    decay, beta = token_gate(raw_a, raw_dt, a_log), write_strength(raw_b)
     h_k, h_q = multiply_head(
         bytes_of, first, p_r, c_read, x_k * decay, x_q * decay, slot, K, J, M, JP, E, G, UNIT, FULL, FOUR, $planes
     )
@@ -127,8 +138,8 @@ def step_pivots(
 ):
     """Update and readout of a head that is kept in FP16."""
     x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
-    gate, beta = token_gates(raw_a, raw_dt, a_log, raw_b)
-    decay = gate + tl.zeros([KP], tl.float32)
+    beta = write_strength(raw_b)
+    decay = token_gate(raw_a, raw_dt, a_log) + tl.zeros([KP], tl.float32)
     p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
     zero = tl.zeros([VP], tl.float32)
     h_k, h_q = read_pivots(zero, zero, p_pivots, K, x_k, x_q, decay, col, col_in, K, V, KP, 4 * PIVOT_BLOCK)
@@ -147,13 +158,14 @@ def step(
 ):
     """One decode step: program (n, h) updates head h of request n, whose page is `slots[n]`; -1 gives zeros."""
     i_h, i_n = tl.program_id(1), tl.program_id(0).to(tl.int64)
-$token    p_out = out + i_n * stride_out + i_h * V + col
+$places    p_out = out + i_n * stride_out + i_h * V + col
     if i_slot < 0:
         tl.store(p_out, tl.zeros([VP], out.dtype.element_ty), mask=col_in)
         return
     p_page = pages + i_slot * stride_page
     prefetch_head(p_page, p_table)
-    p_w, p_limits = row_w + i_h * K, row_limits + i_h * K
+    issue_loads()
+$keys$gates$values    p_w, p_limits = row_w + i_h * K, row_limits + i_h * K
 $dispatch
 '''
 

@@ -7,17 +7,25 @@ LOAD_WINDOW = """    i_buffer = tl.load(buffers + i_n).to(tl.int64)
     n_pending = tl.load(pending + i_n)
 """
 
+LOAD_BUFFER = """    i_buffer = tl.load(buffers + i_n).to(tl.int64)
+    n_pending = tl.load(pending + i_n)
+"""
+
 BUFFERS = """    p_us = us + (i_buffer * H + i_h) * ((W - 1) * V)
     p_u_scale = u_scale + (i_buffer * H + i_h) * (W - 1)
     p_keys = keys + (i_buffer * $key_heads + $key_head) * ((W - 1) * K)
     p_key_scale = key_scale + (i_buffer * $key_heads + $key_head) * (W - 1)
     p_ratio = ratios + (i_buffer * H + i_h) * (W - 1)
     p_gamma = gammas + (i_buffer * H + i_h)$gamma_width
-$prefetch    gamma = tl.load(p_gamma$gamma_index, mask=$gamma_mask, other=1.0)
 """
 
-PREFETCH = """    prefetch_head(p_page, p_table)
-    prefetch_bytes(p_us, n_pending * (V * p_us.dtype.element_ty.primitive_bitwidth // 8), 32)
+LOAD_GAMMA = """    gamma = tl.load(p_gamma$gamma_index, mask=$gamma_mask, other=1.0)
+"""
+
+PREFETCH_HEAD = """    prefetch_head(p_page, p_table)
+"""
+
+PREFETCH_WINDOW = """    prefetch_bytes(p_us, n_pending * (V * p_us.dtype.element_ty.primitive_bitwidth // 8), 32)
     prefetch_bytes(p_keys, n_pending * (K * p_keys.dtype.element_ty.primitive_bitwidth // 8), 32)
 """
 
@@ -52,18 +60,17 @@ def read(
     W - 1 is not appended but left to `fold` in `k_now` and `u_now`; its gate is folded into everything pending.
     """
     i_h, i_n = tl.program_id(1), tl.program_id(0).to(tl.int64)
-$token$window    p_out = out + i_n * stride_out + i_h * V + col
-    if i_slot < 0:
-        tl.store(p_out, tl.zeros([VP], out.dtype.element_ty), mask=col_in)
+$places$window    if i_slot < 0:
+        tl.store(out + i_n * stride_out + i_h * V + col, tl.zeros([VP], out.dtype.element_ty), mask=col_in)
         return
     p_page = pages + i_slot * stride_page
-$buffers    o_key = $key_index
+$buffers    issue_loads()  # what was prefetched is on its way before anything is waited for
 $body$read_pivots    h_k, h_q = read_pending(
-        h_k, h_q, x_k, x_q, decay, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, o_key,
+        h_k, h_q, x_k, x_q, decay, entries, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, o_key,
         row_in, col, col_in, K, V, SHARED_KEYS, INT8,
     )
     u = beta * (raw_v.to(tl.float32) - h_k)
-    tl.store(p_out, (h_q + qk * u).to(out.dtype.element_ty), mask=col_in)
+    tl.store(out + i_n * stride_out + i_h * V + col, (h_q + qk * u).to(out.dtype.element_ty), mask=col_in)
     if i_phase == W - 1:
         tl.store(u_now + (i_n * H + i_h) * V + col, saturate(u, u_now), mask=col_in)
     else:
@@ -76,17 +83,24 @@ NO_CODES = "    h_k, h_q = tl.zeros([VP], tl.float32), tl.zeros([VP], tl.float32
 READ_PIVOT_HEAD = """p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
         h_k, h_q = multiply_pivots(p_pivots, $x, col, col_in, K, V, VP)"""
 
-BODY_GDN = """    x_q, x_k = raw_q.to(tl.float32), raw_k.to(tl.float32)  # norms and gates are scalars, and come later
-$dispatch    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
-    decay, beta = token_gates(raw_a, raw_dt, a_log, raw_b)
+LATE = """    i_phase = tl.load(phases + i_n)
+    o_key = $key_index
+    entries = load_entries(p_keys, p_us, 0, n_pending, o_key, row_in, col, col_in, K, V)
+    issue_loads()
+"""
+
+# q and k are asked for again: meanwhile their registers hold words.
+BODY_GDN = """$keys$dispatch$gates$values$gamma$late$keys    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
+    decay, beta = token_gate(raw_a, raw_dt, a_log), write_strength(raw_b)
     base = gamma * decay
     h_k, h_q = h_k * (norm_k * base), h_q * (norm_q * base)
 """
 
-BODY_KDA = """    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
-    decay, beta = token_gates(raw_a, raw_dt, a_log, raw_b)
+BODY_KDA = """$keys$gates$gamma    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
+    decay = token_gate(raw_a, raw_dt, a_log)
     base = gamma * decay
-$dispatch"""
+$dispatch$values$late    beta = write_strength(raw_b)
+"""
 
 APPEND_GDN = """    if i_h % (H // HK) == 0:
         if i_phase == W - 1:
