@@ -21,9 +21,17 @@ where J is no multiple of 16), name the slots 8m + 4s + i and the columns h J + 
     nibble plane    [slots/8, J/B, 8, 2, B/8, 4] = [m, b, l, s, e, i] bytes; bits 4h .. 4h+3 are the nibble of half h
     two-bit plane   [slots/8, J/B, 8, B/8, 4]    = [m, b, l, e, i] bytes; bits 4s + 2h and the next are the two bits
 
-so that unpacking is a shift and a mask of whole words, a thread loads 8 bytes at a stretch and a warp whole 128-byte
-lines, and what it gets are the operand registers of an int8 matrix instruction: four slots a register, a warp's lanes
-over (l, m mod 4). (Granularities below 8 pack rows one after another, for accounting; no kernel reads those.)
+so that unpacking is a shift and a mask of whole words, a thread loads 8 or 16 bytes at a stretch and a warp whole
+128-byte lines, and what it gets are the operand registers of an int8 matrix instruction: four slots a register, a
+warp's lanes over (l, d) with d = m mod 4. Those lanes load from four lines at once, and lines lie in the same banks of
+a multiprocessor's cache. Rows are therefore exchanged within: with ^ for exclusive or, what is written above as (b, l)
+lies at
+
+    nibble plane    (b, l ^ 2d)
+    two-bit plane   (b ^ (d div 2), l ^ 4 (d mod 2)); where J/B is odd (b, l ^ 4 (d mod 2))
+
+and a quarter of a warp (16 bytes a lane) or half of it (8 bytes) reads every bank once. (Granularities below 8 pack
+rows one after another, for accounting; no kernel reads those.)
 
 Counts that are no multiple of the granularity are rounded up from the top: a few rows are kept in slots one precision
 wider than they need (their codes do not change), and the last class is rounded up with unused slots. That is the

@@ -31,7 +31,7 @@ def merge_columns(fields: Tensor, width: int, blocked: bool) -> Tensor:
     x = x.movedim((-6, -3, -1, -5, -2, -4), (-6, -5, -4, -3, -2, -1))  # (m, s, i, b, e, l) to (m, b, l, s, e, i)
     if width == 2:
         x = x[..., 0, :, :] | x[..., 1, :, :] << 4
-    return x.flatten(-6 if width == 4 else -5)
+    return _exchange_lanes(x.flatten(-2 if width == 2 else -3), width).flatten(-4)
 
 
 def split_columns(plane: Tensor, width: int, blocked: bool, key_dim: int) -> Tensor:
@@ -41,10 +41,11 @@ def split_columns(plane: Tensor, width: int, blocked: bool, key_dim: int) -> Ten
         return _unhalves(x if width == 4 else _unhalves(x, 4), width)
     columns = plane.shape[-1] * 8 // width // key_dim
     blocks, wide, lanes = _column_blocks(columns)
+    x = _exchange_lanes(plane.unflatten(-1, (key_dim // 8, blocks, lanes, -1)), width)
     if width == 4:
-        x = plane.unflatten(-1, (key_dim // 8, blocks, lanes, 2, wide, 4))
+        x = x.unflatten(-1, (2, wide, 4))
     else:
-        x = plane.unflatten(-1, (key_dim // 8, blocks, lanes, wide, 4))
+        x = x.unflatten(-1, (wide, 4))
         x = torch.stack([x & 15, x >> 4], -3)
     x = x.movedim((-6, -3, -1, -5, -2, -4), (-6, -5, -4, -3, -2, -1))  # (m, b, l, s, e, i) to (m, s, i, b, e, l)
     return _unhalves(x.flatten(-3).flatten(-4, -2), width)
@@ -55,6 +56,22 @@ def _column_blocks(columns: int) -> tuple[int, int, int]:
     half = columns // 2
     block = 16 if half % 16 == 0 else 8
     return half // block, block // 8, 8
+
+
+def _exchange_lanes(x: Tensor, width: int) -> Tensor:
+    """Plane bytes `[..., m, b, l, bytes]` with the lanes and blocks of every row m exchanged as pages have them.
+
+    The same exchange undoes it.
+    """
+    blocks, lanes = x.shape[-3:-1]
+    b, lane = torch.arange(blocks, device=x.device)[:, None], torch.arange(lanes, device=x.device)
+    out = torch.empty_like(x)
+    for d in range(min(4, x.shape[-4])):  # of rows m = d, d + 4, ...
+        if width == 4:
+            out[..., d::4, :, :, :] = x[..., d::4, b, lane ^ 2 * d, :]
+        else:
+            out[..., d::4, :, :, :] = x[..., d::4, b ^ d // 2 if blocks % 2 == 0 else b, lane ^ 4 * (d % 2), :]
+    return out
 
 
 def _halves(x: Tensor, shift: int) -> Tensor:

@@ -44,12 +44,60 @@ def to_integers(x, scale):
 
 
 @triton.jit
-def digits(t_k, t_q, M: tl.constexpr):
-    """Right operand int8 `[8 M, 8]` from integer vectors in slot order: column 2l holds digit l of k, 2l + 1 of q."""
+def _digits(t_k, t_q):
+    """Three digits of base 128 of integer vectors and a zero, int8 ``[slot, kq, digit bit 0, digit bit 1]``."""
     t = tl.join(t_k, t_q)
     low, middle, high = (t & 127).to(tl.int8), ((t >> 7) & 127).to(tl.int8), (t >> 14).to(tl.int8)
-    t = tl.join(tl.join(low, middle), tl.join(high, tl.zeros_like(high)))  # [slot, kq, digit bit 0, digit bit 1]
-    return tl.reshape(tl.permute(t, (0, 3, 2, 1)), (8 * M, 8))
+    return tl.join(tl.join(low, middle), tl.join(high, tl.zeros_like(high)))
+
+
+@triton.jit
+def _each_fourth(t, M: tl.constexpr):
+    """A vector in slot order as four, of slots 4n, 4n + 1, 4n + 2 and 4n + 3."""
+    t0, t1 = tl.split(tl.reshape(t, (2 * M, 2, 2)))
+    t00, t10 = tl.split(t0)
+    t01, t11 = tl.split(t1)
+    return t00, t01, t10, t11
+
+
+@triton.jit
+def _both_digits(t_k, t_q, u_k, u_q, FOUR: tl.constexpr):
+    """`_digits`, with FOUR of both column halves, ``[..., half]``."""
+    x = _digits(t_k, t_q)
+    if FOUR:
+        x = tl.join(x, _digits(u_k, u_q))
+    return x
+
+
+@triton.jit
+def digits(t_k, t_q, u_k, u_q, M: tl.constexpr, FOUR: tl.constexpr, ALONE: tl.constexpr):
+    """Right operand int8 `[8 M, 8]` from integer vectors in slot order: column 2l holds digit l of k, 2l + 1 of q.
+
+    FOUR: `[8 M, 16]`, eight more columns for the vectors of the other column half (otherwise not used).
+    ALONE: for a kernel of one warp, whose threads have four slots each. Those are joined last, so that they are
+    neighbours on the way to the operand: four bytes go in a word instead of one by one.
+    """
+    if ALONE:
+        k0, k1, k2, k3 = _each_fourth(t_k, M)
+        q0, q1, q2, q3 = _each_fourth(t_q, M)
+        v0, v1, v2, v3 = _each_fourth(u_k, M)
+        r0, r1, r2, r3 = _each_fourth(u_q, M)
+        even = tl.join(_both_digits(k0, q0, v0, r0, FOUR), _both_digits(k2, q2, v2, r2, FOUR))
+        odd = tl.join(_both_digits(k1, q1, v1, r1, FOUR), _both_digits(k3, q3, v3, r3, FOUR))
+        x = tl.join(even, odd)
+        if FOUR:
+            x = tl.permute(x, (4, 3, 2, 1, 0, 5, 6))
+        else:
+            x = tl.permute(x, (3, 2, 1, 0, 4, 5))
+        x = tl.trans(tl.reshape(x, (16 if FOUR else 8, 8 * M)))
+    else:
+        x = _both_digits(t_k, t_q, u_k, u_q, FOUR)
+        if FOUR:
+            x = tl.permute(x, (0, 4, 3, 2, 1))
+        else:
+            x = tl.permute(x, (0, 3, 2, 1))
+        x = tl.reshape(x, (8 * M, 16 if FOUR else 8))
+    return x
 
 
 @triton.jit
@@ -137,23 +185,22 @@ def read_factors(p_r, slot, i_group, K: tl.constexpr, GROUPS: tl.constexpr, FOUR
 def multiply_group(
     planes, words, factors, x_k, x_q, FIRST: tl.constexpr, J: tl.constexpr, M: tl.constexpr,
     JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr, UNIT: tl.constexpr, FULL: tl.constexpr,
-    FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
+    ALONE: tl.constexpr, FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
     """k^T and q^T times rho z of the columns of one group of each half, ``[h, column, kq]``."""
     x_k, x_q = x_k.to(tl.float32), x_q.to(tl.float32)
     rho = factors[0].to(tl.float32) * UNIT
     k0, q0 = rho * x_k, rho * x_q
     size_k, size_q = tl.abs(k0), tl.abs(q0)
+    k1, q1 = k0, q0
     if FOUR:
         rho = factors[1].to(tl.float32) * UNIT
         k1, q1 = rho * x_k, rho * x_q
         size_k, size_q = tl.maximum(size_k, tl.abs(k1)), tl.maximum(size_q, tl.abs(q1))
     top_k, top_q = largest(size_k, size_q)
     scale_k, scale_q = 1048576.0 * reciprocal(top_k), 1048576.0 * reciprocal(top_q)
-    t = digits(to_integers(k0, scale_k), to_integers(q0, scale_q), M)
-    if FOUR:
-        other = digits(to_integers(k1, scale_k), to_integers(q1, scale_q), M)
-        t = tl.reshape(tl.permute(tl.join(t, other), (0, 2, 1)), (8 * M, 16))
+    t0, t1 = to_integers(k0, scale_k), to_integers(q0, scale_q)
+    t = digits(t0, t1, to_integers(k1, scale_k), to_integers(q1, scale_q), M, FOUR, ALONE)
     COUNT: tl.constexpr = JP // (8 * E * G)
     x, words = multiply_blocks(planes, words, t, FIRST * COUNT, COUNT, J, M, E, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO)
     return add_digits(x) * tl.where(tl.arange(0, 2) == 0, top_k, top_q)[None, None, :], words
@@ -163,24 +210,24 @@ def multiply_group(
 def multiply_groups(
     planes, words, factors, p_r, x_k, x_q, slot, FIRST: tl.constexpr, COUNT: tl.constexpr, K: tl.constexpr,
     J: tl.constexpr, M: tl.constexpr, JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr, UNIT: tl.constexpr,
-    FULL: tl.constexpr, FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr,
-    TWO: tl.constexpr,
+    FULL: tl.constexpr, ALONE: tl.constexpr, FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr,
+    SIX: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
     """The same of `COUNT` groups, a power of two; factors: of the first."""
     if COUNT == 1:
         x, words = multiply_group(
-            planes, words, factors, x_k, x_q, FIRST, J, M, JP, E, G, UNIT, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO
+            planes, words, factors, x_k, x_q, FIRST, J, M, JP, E, G, UNIT, FULL, ALONE, FOUR, NIBBLES, EIGHT, SIX, TWO
         )
     else:
         HALF: tl.constexpr = COUNT // 2
         later = read_factors(p_r, slot, FIRST + HALF, K, J * G // JP, FOUR)
         x0, words = multiply_groups(
-            planes, words, factors, p_r, x_k, x_q, slot, FIRST, HALF, K, J, M, JP, E, G, UNIT, FULL, FOUR, NIBBLES,
-            EIGHT, SIX, TWO,
+            planes, words, factors, p_r, x_k, x_q, slot, FIRST, HALF, K, J, M, JP, E, G, UNIT, FULL, ALONE, FOUR,
+            NIBBLES, EIGHT, SIX, TWO,
         )  # fmt: skip
         x1, words = multiply_groups(
-            planes, words, later, p_r, x_k, x_q, slot, FIRST + HALF, HALF, K, J, M, JP, E, G, UNIT, FULL, FOUR,
-            NIBBLES, EIGHT, SIX, TWO,
+            planes, words, later, p_r, x_k, x_q, slot, FIRST + HALF, HALF, K, J, M, JP, E, G, UNIT, FULL, ALONE,
+            FOUR, NIBBLES, EIGHT, SIX, TWO,
         )  # fmt: skip
         x = join_blocks(x0, x1)
     return x, words
@@ -190,17 +237,17 @@ def multiply_groups(
 def multiply_head(
     planes, words, p_r, c, x_k, x_q, slot, K: tl.constexpr, J: tl.constexpr, M: tl.constexpr, JP: tl.constexpr,
     E: tl.constexpr, G: tl.constexpr, UNIT: tl.constexpr, FULL: tl.constexpr,
-    FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
+    ALONE: tl.constexpr, FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
     """k^T S and q^T S of a head, compact columns, for compact rows `x_k` and `x_q` with all gates in them.
 
-    words: of block 0, loaded by the caller ahead of everything that takes time.
+    words: of block 0, loaded by the caller ahead of everything that takes time; ALONE as in `digits`.
     """
     factors = read_factors(p_r, slot, 0, K, J * G // JP, FOUR)
     issue_loads()  # the words with the factors, not after them
     x, words = multiply_groups(
-        planes, words, factors, p_r, x_k, x_q, slot, 0, G, K, J, M, JP, E, G, UNIT, FULL, FOUR, NIBBLES, EIGHT, SIX,
-        TWO,
+        planes, words, factors, p_r, x_k, x_q, slot, 0, G, K, J, M, JP, E, G, UNIT, FULL, ALONE, FOUR, NIBBLES,
+        EIGHT, SIX, TWO,
     )  # fmt: skip
     h_k, h_q = tl.split(tl.reshape(x, (2 * JP, 2)))
     return h_k * c, h_q * c

@@ -69,7 +69,12 @@ def nibble_place(p_plane, n_rows, b, J: tl.constexpr, M: tl.constexpr, E: tl.con
     """Pointers to the words of block `b` of a nibble plane, ``[d, l, a, (s, e)]``, and which exist."""
     d, lane = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 8)[None, :, None, None]
     m = 4 * tl.arange(0, M // 4)[None, None, :, None] + d
-    o = b * (16 * E * N) + m * (2 * J * N) + lane * (2 * E * N) + tl.arange(0, 2 * E * N)[None, None, None, :]
+    o = (
+        b * (16 * E * N)
+        + m * (2 * J * N)
+        + (lane ^ (2 * d)) * (2 * E * N)
+        + tl.arange(0, 2 * E * N)[None, None, None, :]
+    )
     p = p_plane + o
     return p, m < n_rows
 
@@ -79,7 +84,10 @@ def crumb_place(p_plane, n_begin, n_end, b, J: tl.constexpr, M: tl.constexpr, E:
     """The same of a two-bit plane that covers rows `n_begin <= m < n_end`, ``[d, l, a, e]``."""
     d, lane = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 8)[None, :, None, None]
     m = 4 * tl.arange(0, M // 4)[None, None, :, None] + d
-    o = b * (8 * E * N) + (m - n_begin) * (J * N) + lane * (E * N) + tl.arange(0, E * N)[None, None, None, :]
+    if (J // (8 * E)) % 2 == 0:
+        b = b ^ (d // 2)
+    o = b * (8 * E * N) + (m - n_begin) * (J * N) + (lane ^ (4 * (d % 2))) * (E * N)
+    o = o + tl.arange(0, E * N)[None, None, None, :]
     p = p_plane + o
     return p, (m >= n_begin) & (m < n_end)
 

@@ -40,7 +40,7 @@ $open    G: tl.constexpr = JP // GROUP if FOUR else 1
     bytes_of = open_planes(p_page, p_table, 4)
     words = load_block(bytes_of, 0, J, M, E, 4, FULL, FOUR, $planes)
     c = tl.load(p_c + col, mask=col_in, other=0).to(tl.float32)
-    return multiply_head(bytes_of, words, p_r, c, x_k, x_q, slot, K, J, M, JP, E, G, UNIT, FULL, FOUR, $planes)
+    return multiply_head(bytes_of, words, p_r, c, x_k, x_q, slot, K, J, M, JP, E, G, UNIT, FULL, True, FOUR, $planes)
 
 '''
 
@@ -90,7 +90,9 @@ LATE = """    i_phase = tl.load(phases + i_n)
 """
 
 # q and k are asked for again: meanwhile their registers hold words.
-BODY_GDN = """$keys$dispatch$gates$values$gamma$late$keys    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
+BODY_GDN = """\
+$keys$dispatch$gates$values$gamma$late$keys\
+    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
     decay, beta = token_gate(raw_a, raw_dt, a_log), write_strength(raw_b)
     base = gamma * decay
     h_k, h_q = h_k * (norm_k * base), h_q * (norm_q * base)
