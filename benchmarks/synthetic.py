@@ -12,7 +12,6 @@ from torch import Tensor
 from stepquant.codec.packed import PackedCodec
 from stepquant.codec.spec import CodecSpec
 from stepquant.layout import PageLayout, StateShape
-from stepquant.recipe_rules import refits_for
 from stepquant.runtime.step import PackedKernels
 
 MODELS = {"qwen": ("gdn", 48, 48, 16, 32), "kimi": ("kda", 20, 32, 32, 512)}  # layers, heads, key heads, pivots
@@ -63,7 +62,7 @@ class Case:
             bits = bits.repeat(cls.K, -1)
             if not (bits == 16).any():
                 bits[0, 7] = 16  # every kind of head in the layers that are checked
-        codec = CodecSpec(codebook="head" if gdn else "shared", refits=refits_for(float(width[0])), sample=SAMPLE)
+        codec = CodecSpec(codebook="head" if gdn else "shared", refits=0, sample=SAMPLE)
         layout = PageLayout(StateShape(heads, cls.K, cls.V), bits, codec.codebook)
         w = torch.from_numpy(np.exp(rng.normal(0, 0.2, bits.shape))).float()
         return cls(name, family, heads, key_heads, torch.from_numpy(bits.astype(np.uint8)), w, codec, layout, device)

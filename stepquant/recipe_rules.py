@@ -58,16 +58,6 @@ def candidates_for(budget: BudgetSettings, bits: float | None = None) -> tuple[i
     return (4, 6, 8) if bits >= 6 else PRECISIONS
 
 
-UNFITTED_BITS = 5.5
-"""Mean integer precision from which column scales are not refitted where ``spatial.refits`` is ``auto``: measured at
-6 bits, KL 0.94 to 1.03 of that with a refit, at 4 bits 1.4 to 13 times as much (docs/kernels.md)."""
-
-
-def refits_for(mean_bits: float) -> int:
-    """Refits of a plan whose integer rows have `mean_bits` on average."""
-    return 0 if mean_bits >= UNFITTED_BITS else 1
-
-
 def unit_for(unit: str, family: str) -> str:
     """Resolve ``auto``: heads in GDN, rows in KDA."""
     return {"gdn": "head", "kda": "row"}[family] if unit == "auto" else unit

@@ -84,14 +84,14 @@ class TemporalSettings:
 class SpatialSettings:
     """The codec of a state and its row factors (``gamma``: exponent of the row impact).
 
-    ``refits=auto``: once below `rules.UNFITTED_BITS`, where it matters, and not at all above, where it does not.
+    ``refits``: of the column scales; the paper's is one, and none is more accurate (docs/kernels.md).
     ``sample``: columns of each half (each group of four-level heads) that row factors are means over; 0 for all.
     """
 
     codec: str = setting("dual_axis", choice("dual_axis", "rowwise", "nvfp4", "dsq", "damp"))
     gamma: float = setting(0.25, number(0.0, 2.0))
     impact: str = setting("one_step", choice("one_step", "transition"))
-    refits: int | str = setting("auto", one_of_or("auto", *range(9)))
+    refits: int = setting(0, integer(0, 8))
     sample: int = setting(16, one_of(0, 16, 32, 48, 64))
 
 

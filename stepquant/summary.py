@@ -128,12 +128,6 @@ def plain_console() -> Console:
     return Console(highlight=False, markup=False, emoji=False)
 
 
-def _refitted(summary: dict[str, Any]) -> str:
-    """What to say where costs were measured with another number of refits than the plan does (``refits=auto``)."""
-    automatic = summary.get("settings", {}).get("spatial", {}).get("refits") == "auto"
-    return ", measured with one refit" if automatic and summary["codec"]["refits"] != 1 else ""
-
-
 def print_summary(summary: dict[str, Any], console: Console | None = None) -> None:
     """Print a summary (of a plan or of a dry run) as one table on stdout."""
     console = console or plain_console()
@@ -178,7 +172,7 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
         proof = f", gap {predicted['gap']:.1e}" if "gap" in predicted else ""
         cost = predicted.get("predicted_cost_per_token", float("nan"))
         table.add_row("solver", f"{predicted['solver']}, {predicted.get('status', '-')}{proof}; predicted cost a token "
-                      f"{cost:.3g}{_refitted(summary)}")  # fmt: skip
+                      f"{cost:.3g}")  # fmt: skip
     for tried in predicted.get("windows", []):
         table.add_row(f"  W = {tried['window']}", f"{tried['bits']:.4f} nominal bits a value would cost "
                       f"{tried['predicted_cost_per_token']:.3g} a token")  # fmt: skip

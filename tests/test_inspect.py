@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepquant.codec.spec import CodecSpec
 from stepquant.compare import compare_plans
 from stepquant.errors import ArtifactError
 from stepquant.inspect import main
@@ -121,15 +120,6 @@ def test_tables_say_what_json_says(qwen, capsys):
         assert text in out
     assert " ".join(SYNTHETIC_NOTE.split()[:4]) in out
     assert "heads by precision" in out
-
-
-@pytest.mark.parametrize(("setting", "refits", "said"), [("auto", 0, True), ("auto", 1, False), (0, 0, False)])
-def test_costs_of_another_codec_than_the_plans_are_said_to_be(setting, refits, said, tmp_path, capsys):
-    """Tables are made with one refit where the solver is to choose."""
-    plan = small_plan(codec=CodecSpec(group=16, refits=refits), settings={"spatial": {"refits": setting}})
-    out = run(capsys, save(plan, tmp_path))[1]
-    assert "predicted cost a token" in " ".join(out.split())
-    assert ("measured with one refit" in " ".join(out.replace("│", " ").split())) == said
 
 
 def test_a_plan_that_is_not_synthetic_has_no_warning(tmp_path, capsys):

@@ -5,7 +5,8 @@ For one head with precision b_i per key row and row weights w_i (geometric mean 
 - r_i = sqrt(mean_j |X_ij| / w_i), rounded to FP16 before it is used;
 - c_j = max_i |X_ij| / (r_i z_max,i) over integer rows, FP16; quantise (by a scale that reaches every value, where
   FP16 is too coarse or too narrow for that, `REACH`); then, codes fixed, the weighted least squares refit
-  c_j = sum_i w_i^2 v_ij X_ij / sum_i w_i^2 v_ij^2 with v = r z; quantise again;
+  c_j = sum_i w_i^2 v_ij X_ij / sum_i w_i^2 v_ij^2 with v = r z; quantise again. Without refits (the default) the first
+  scale stays, and in two bits it reaches two thirds of the largest value (`spec.TWO_BIT_COVER`);
 - pivot rows (bits 16) are stored as FP16 and take no part in the column fit.
 
 `fit` gives the codes and scales that are stored, `reconstruct` what is read back, `roundtrip` both in one without
@@ -19,7 +20,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stepquant.codec.spec import MAGNITUDE_FLOOR, PIVOT, SCALE_MAX, SCALE_MIN, CodecSpec, code_step, max_code
+from stepquant.codec.spec import (
+    MAGNITUDE_FLOOR,
+    PIVOT,
+    SCALE_MAX,
+    SCALE_MIN,
+    CodecSpec,
+    code_reach,
+    code_step,
+    max_code,
+)
 
 REACH = 1 - 2.0**-10  # of the exact scale: FP16 rounds normal numbers by less, so it only counts outside of them
 
@@ -62,12 +72,13 @@ class DualAxisCodec:
         bits = bits.to(device)
         self.pivot = bits == PIVOT
         table_max = torch.ones(PIVOT + 1, device=device)
-        table_step = torch.ones(PIVOT + 1, device=device)
+        table_step, table_bound = torch.ones_like(table_max), torch.zeros_like(table_max)
         for b in range(2, 9):
-            table_max[b], table_step[b] = max_code(b, spec), code_step(b, spec)
+            table_max[b], table_step[b], table_bound[b] = max_code(b, spec), code_step(b, spec), 1 / code_reach(b, spec)
         index = bits.long()
         self.max_code = table_max[index].unsqueeze(-1)  # [H, K, 1], in code units
         self.step = table_step[index].unsqueeze(-1)
+        self.bound = table_bound[index].unsqueeze(-1)  # 1 / code_reach, 0 in pivots: they have no say in the fit
         self.w = w.float().unsqueeze(-1)
         self.integer = (~self.pivot).unsqueeze(-1)
         self.any_pivot, self.all_pivots = bool(self.pivot.any()), bool(self.pivot.all())
@@ -133,7 +144,7 @@ class DualAxisCodec:
         magnitude = x.abs()
         rs = self._row_factors(magnitude) * self.step
         scaled = x * rs.reciprocal()  # X in units of r and the code step: codes are scaled / c
-        bound = torch.abs(scaled, out=magnitude).mul_(self.max_code.reciprocal() * self.integer)
+        bound = torch.abs(scaled, out=magnitude).mul_(self.bound)
         peak = bound.amax(-2, keepdim=True)
         c = to_scale(peak)
         weight = (self.w2 * rs.square()) if rs.shape[-1] > 1 else (self.w2 * rs.square()).transpose(-1, -2)

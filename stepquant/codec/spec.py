@@ -12,6 +12,10 @@ MENU = (2, 3, 4, 5, 6, 8)  # integer precisions that the simulated codec takes
 PACKED_MENU = (2, 4, 6, 8)  # those that the packers and kernels take
 SCALE_MIN, SCALE_MAX = 2.0**-24, 65504.0  # FP16 clamp of every stored scale
 MAGNITUDE_FLOOR = 1e-20
+TWO_BIT_COVER = 0.67
+"""Share of the largest value that a column scale reaches in two bits without a refit: most values are far below it, and
+three or four levels spread over all of it lose them. Above 2/3, so that what lies beyond still rounds to the last level
+of two-bit rows; measured to be flat from 0.55 to 0.75 (docs/kernels.md)."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,8 @@ class CodecSpec:
         codebook: ``head``: integers [-q_b, q_b] of a head with one precision, and for 2 bits the four levels
             -3, -1, 1, 3 with one row factor per `group` value columns (GDN). ``shared``: z = 2^(8-b) q, so that
             rows of different precision share one column vector (KDA, and row-wise maps anywhere).
-        refits: weighted least-squares refits of the column scales (design 2.2; 1 in the paper).
+        refits: weighted least-squares refits of the column scales (design 2.2; 1 in the paper). Without any a first
+            scale stays: it reaches every value, in two bits `TWO_BIT_COVER` of it.
         group: value columns that share a row factor in a four-level two-bit head.
         sample: columns at the start of each half of a row (of each group in four-level heads) that its row factor is
             the mean over; 0 for all of them.
@@ -54,6 +59,12 @@ def levels(bits: int) -> int:
 def max_code(bits: int, spec: CodecSpec) -> int:
     """Largest stored magnitude in units of the code step: q_b, or 3 in the four-level two-bit codebook."""
     return 3 if bits == 2 and spec.codebook == "head" else levels(bits)
+
+
+def code_reach(bits: int, spec: CodecSpec) -> float:
+    """Code units that the largest value of a column falls on by its first scale."""
+    cover = TWO_BIT_COVER if bits == 2 and spec.refits == 0 else 1.0
+    return max_code(bits, spec) / cover
 
 
 def code_step(bits: int, spec: CodecSpec) -> int:

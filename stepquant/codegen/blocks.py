@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stepquant.codec.spec import TWO_BIT_COVER
 from stepquant.codegen.planes import load_block, load_limits, store_block, store_crumbs, unpack_block
 from stepquant.codegen.tile import (
     block_columns,
@@ -30,6 +31,8 @@ from stepquant.codegen.words import (
     square_root,
     to_scale,
 )
+
+FOUR_COVER = tl.constexpr(TWO_BIT_COVER / 3)
 
 
 @triton.jit
@@ -63,7 +66,7 @@ def load_factors(p_r, i_group, slot, K: tl.constexpr, GROUPS: tl.constexpr, HG: 
 
 @triton.jit
 def load_constants(p_w, slot, H: tl.constexpr, K: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr):
-    """Row weights w, 1 / (n w), step of a code and 1 / largest code, compact `[1, slots]` (`spec.head_tables`).
+    """Row weights w, 1 / (n w), step of a code and 1 / its reach, compact `[1, slots]` (`spec.head_tables`).
 
     In the ``head`` codebook a stored row factor stands for code units, in the ``shared`` one for units of 8-bit codes.
     """
@@ -84,7 +87,7 @@ def fit_rows(
 
     Returns:
         r in FP16, compact ``[HG, slots]``; then against the tile: 1 / (r step), the squared weight of a row in the
-        refit, and 1 / largest code and step (scalars where heads have one precision).
+        refit, and 1 / reach and step of a code (scalars where heads have one precision).
     """
     mean = tl.maximum(total_sums(total, M, HG) * inv_w, 1e-20 * COLUMNS * inv_w)
     r = to_scale(square_root(mean))
@@ -99,7 +102,7 @@ def fit_rows(
 
 @triton.jit
 def _largest(inv_top, BITS: tl.constexpr):
-    """The largest code, from its reciprocal where rows differ; zero in rows without codes."""
+    """The largest code, after a refit the reciprocal of `inv_top` where rows differ; zero in rows without codes."""
     if BITS > 0:
         top: tl.constexpr = 2.0 ** (BITS - 1) - 1
     else:
@@ -120,7 +123,7 @@ def fit_block(x, inv_rho, weight, inv_top, step, BITS: tl.constexpr, FOUR: tl.co
     """
     y = x * inv_rho
     if FOUR:
-        bound = max_slots(tl.abs(y)) * (1.0 / 3.0)
+        bound = max_slots(tl.abs(y)) * (1.0 / 3.0 if REFITS > 0 else FOUR_COVER)
     elif BITS > 0:
         TOP: tl.constexpr = 2 ** (BITS - 1) - 1
         bound = max_slots(tl.abs(y)) * (1.0 / TOP)

@@ -19,7 +19,7 @@ from stepquant.codegen.kernel_plan import TITLES
 from stepquant.codegen.spec import KernelSpec
 from stepquant.errors import ArtifactError
 
-GENERATOR_VERSION = "6"
+GENERATOR_VERSION = "7"
 INDENT = "    "
 KEY_HEAD = {"key_heads": "HK", "key_head": "i_h // (H // HK)"}
 PLANES = "NIBBLES, EIGHT, SIX, TWO"

@@ -185,7 +185,8 @@ def read_factors(p_r, slot, i_group, K: tl.constexpr, GROUPS: tl.constexpr, FOUR
 def multiply_group(
     planes, words, factors, x_k, x_q, FIRST: tl.constexpr, J: tl.constexpr, M: tl.constexpr,
     JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr, UNIT: tl.constexpr, FULL: tl.constexpr,
-    ALONE: tl.constexpr, FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
+    ALONE: tl.constexpr, FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr,
+    TWO: tl.constexpr,
 ):  # fmt: skip
     """k^T and q^T times rho z of the columns of one group of each half, ``[h, column, kq]``."""
     x_k, x_q = x_k.to(tl.float32), x_q.to(tl.float32)
@@ -237,7 +238,8 @@ def multiply_groups(
 def multiply_head(
     planes, words, p_r, c, x_k, x_q, slot, K: tl.constexpr, J: tl.constexpr, M: tl.constexpr, JP: tl.constexpr,
     E: tl.constexpr, G: tl.constexpr, UNIT: tl.constexpr, FULL: tl.constexpr,
-    ALONE: tl.constexpr, FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
+    ALONE: tl.constexpr, FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr,
+    TWO: tl.constexpr,
 ):  # fmt: skip
     """k^T S and q^T S of a head, compact columns, for compact rows `x_k` and `x_q` with all gates in them.
 

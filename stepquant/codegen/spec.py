@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from stepquant.codec.spec import PIVOT, CodecSpec, four_level_fault
+from stepquant.codec.spec import PIVOT, TWO_BIT_COVER, CodecSpec, four_level_fault
 from stepquant.errors import BackendError
 from stepquant.layout import KERNEL_GRANULARITY, PageLayout
 
@@ -111,8 +111,8 @@ def head_tables(layout: PageLayout, layer: int, w: ArrayLike, spec: KernelSpec) 
 
     Returns:
         ``table`` int32 `[H, 16]` (columns in `planes`); in slot order ``row_w`` float32 `[4, H, K]` (w, 1 / (n w) for
-        row factors over n columns, the step of a code in units of an 8-bit code and 1 / largest code; w and the last
-        are 0 in FP16 rows among others) and ``row_limits`` uint8 `[H, K]` (largest codes in 8-bit units); ``order``
+        row factors over n columns, the step of a code in units of an 8-bit code and 1 / its reach; w and the last are 0
+        in FP16 rows among others) and ``row_limits`` uint8 `[H, K]` (largest codes in 8-bit units); ``order``
         int32 `[2, H, K]` (rows in slot order, slots of the rows).
     """
     heads = np.arange(layout.num_heads)[:, None]
@@ -136,7 +136,8 @@ def head_tables(layout: PageLayout, layer: int, w: ArrayLike, spec: KernelSpec) 
     table[:, 15] = layout.sizes[layer].sum(-1)
     coded = bits < PIVOT
     step = 1 << np.where(coded, 8 - bits.astype(np.int64), 0)
-    inverse = np.where(coded, 1 / (128 // step - 1), 0)
+    cover = np.where((bits == 2) & (spec.refits == 0), TWO_BIT_COVER, 1)
+    inverse = np.where(coded, cover / (128 // step - 1), 0)
     used = weights if spec.uniform else np.where(coded, weights, 0)
     return {
         "table": table,

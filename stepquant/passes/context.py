@@ -73,14 +73,10 @@ class Context:
 
     @property
     def codec(self) -> CodecSpec:
-        """The spatial codec that the passes try: rows of different precision in a head need the shared codebook.
-
-        With ``refits=auto`` the passes refit once, whatever the plan will do: their tables serve every budget.
-        """
+        """The spatial codec: rows of different precision in a head need the shared codebook."""
         spatial = self.recipe.spatial
-        refits = 1 if isinstance(spatial.refits, str) else spatial.refits
         codebook = "head" if self.geometry.family == "gdn" and self.unit == "head" else "shared"
-        return CodecSpec(spatial.codec, codebook, refits, sample=spatial.sample)  # type: ignore[arg-type]
+        return CodecSpec(spatial.codec, codebook, spatial.refits, sample=spatial.sample)  # type: ignore[arg-type]
 
     @property
     def candidates(self) -> tuple[int, ...]:

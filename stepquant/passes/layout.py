@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from stepquant.codec.spec import PIVOT, CodecSpec
 from stepquant.passes.allocation import predicted_by_layer
 from stepquant.passes.context import Context
 from stepquant.passes.notes import plan_notes
 from stepquant.passes.pipeline import Pipeline, provenance
 from stepquant.plan import LayoutPlan, WindowSpec
-from stepquant.recipe_rules import refits_for
 
 SHAPING = ("method", "calibration", "seed", "data", "samples", "temporal", "spatial", "budget", "pivots", "allocation",
            "solver", "solver_options", "window", "target")  # fmt: skip
@@ -24,14 +21,6 @@ def permutation(bits: torch.Tensor) -> torch.Tensor:
     """Storage order of rows, int16 `[..., K]`: precision falling, FP16 pivots last, stable (see `stepquant.layout`)."""
     order = torch.where(bits == 16, 0, bits.to(torch.int16))
     return order.sort(dim=-1, descending=True, stable=True).indices.to(torch.int16)
-
-
-def plan_codec(context: Context, bits: torch.Tensor) -> CodecSpec:
-    """The codec of a plan with precisions `bits` uint8 `[L, H, K]`: ``spatial.refits=auto`` is decided here."""
-    codec, coded = context.codec, bits[bits != PIVOT]
-    if isinstance(context.recipe.spatial.refits, str) and coded.numel():
-        codec = replace(codec, refits=refits_for(float(coded.float().mean())))
-    return codec
 
 
 def make_plan(
@@ -57,7 +46,7 @@ def make_plan(
     return LayoutPlan(
         name=recipe.name,
         geometry=context.geometry,
-        codec=plan_codec(context, bits),
+        codec=context.codec,
         bits=bits,
         w=pipeline["row_weights"]["w"],
         permutation=permutation(bits),

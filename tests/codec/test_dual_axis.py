@@ -34,7 +34,8 @@ def reference(x, bits, w, spec):
     else:
         magnitude = magnitude.mean(1, keepdims=True)
     r = half(np.sqrt(np.maximum(magnitude, 1e-20) / w))
-    bound = np.abs(x) / (r * step * most)
+    cover = np.where((bits == 2) & (spec.refits == 0), 0.67, 1.0)[:, None]  # a first scale of two bits
+    bound = cover * np.abs(x) / (r * step * most)
     c = half(bound[integer].max(0)) if integer.any() else half(np.zeros(x.shape[1]))
 
     def quantise(c):

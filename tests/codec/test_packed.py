@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepquant.codec.dual_axis import DualAxisCodec
-from stepquant.codec.packed import PackedCodec, merge_columns, split_columns
+from stepquant.codec.packed import PackedCodec, _exchange_lanes, merge_columns, split_columns
 from stepquant.codec.spec import CodecSpec
 from stepquant.layout import PageLayout, StateShape
 
@@ -94,13 +94,34 @@ def test_planes_invert(width: int, blocked: bool) -> None:
 
 
 def test_words_lie_as_documented() -> None:
-    nibbles = torch.randint(0, 16, (16, 64), dtype=torch.uint8)
-    plane = merge_columns(nibbles, 4, True).view(2, 2, 8, 2, 2, 4)  # m, b, l, s, e, i
-    assert plane[1, 1, 5, 0, 1, 3] == nibbles[11, 29] | nibbles[11, 61] << 4
-    crumbs = torch.randint(0, 4, (16, 64), dtype=torch.uint8)
-    plane = merge_columns(crumbs, 2, True).view(2, 2, 8, 2, 4)  # m, b, l, e, i
-    expected = crumbs[9, 29] | crumbs[9, 61] << 2 | crumbs[13, 29] << 4 | crumbs[13, 61] << 6
-    assert plane[1, 1, 5, 1, 1] == expected
+    """Row m = 3 (slots 24 to 31), block b = 1, lane l = 5: exchanged with d = 3."""
+    nibbles = torch.randint(0, 16, (32, 64), dtype=torch.uint8)
+    plane = merge_columns(nibbles, 4, True).view(4, 2, 8, 2, 2, 4)  # m, b, l, s, e, i
+    assert plane[3, 1, 5 ^ 6, 0, 1, 3] == nibbles[27, 29] | nibbles[27, 61] << 4
+    crumbs = torch.randint(0, 4, (32, 64), dtype=torch.uint8)
+    plane = merge_columns(crumbs, 2, True).view(4, 2, 8, 2, 4)  # m, b, l, e, i
+    expected = crumbs[25, 29] | crumbs[25, 61] << 2 | crumbs[29, 29] << 4 | crumbs[29, 61] << 6
+    assert plane[3, 1 ^ 1, 5 ^ 4, 1, 1] == expected
+    odd = torch.randint(0, 4, (32, 32), dtype=torch.uint8)  # one block: nothing to exchange it with
+    assert merge_columns(odd, 2, True).view(4, 1, 8, 2, 4)[3, 0, 5 ^ 4, 1, 1] == (
+        odd[25, 13] | odd[25, 29] << 2 | odd[29, 13] << 4 | odd[29, 29] << 6
+    )
+
+
+@pytest.mark.parametrize(("width", "lanes", "size"), [(4, 8, 16), (2, 16, 8)])
+def test_a_part_of_a_warp_meets_every_bank_once(width: int, lanes: int, size: int) -> None:
+    """128 x 128: the lanes (l, d) of a quarter or half of a warp load `size` bytes each from 32 banks of 4 bytes."""
+    K = V = 128
+    row = V * 8 * width // 8
+    where = torch.arange(K * row // 8, dtype=torch.int64)
+    plane = _exchange_lanes(where.view(K // 8, V // 32, 8, -1), width).flatten()
+    place = torch.empty_like(where)
+    place[plane] = where  # where the byte that would lie at i without the exchange lies
+    for block in range(V // 32):
+        for first in range(0, 32, lanes):
+            starts = [place[d * row + block * 8 * size + lane * size] for lane in range(8) for d in range(4)]
+            banks = {int(s) % 128 for s in starts[first : first + lanes]}
+            assert banks == set(range(0, 128, size))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

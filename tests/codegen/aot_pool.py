@@ -29,8 +29,9 @@ Job = tuple[KernelSpec, Variant, str, str, tuple[Launch, ...]]
 
 
 def kernels(recipe: str, window: int) -> tuple[KernelPlan, dict[str, str]]:
-    """Kernels of a recipe's plan; the header names no plan, so that equal kernels have equal texts."""
-    plan = synthetic_plan(recipe, f"window.length={window}")
+    """Kernels of a recipe's plan, at W = 1 with the paper's refit; the header names no plan, so that equal kernels have
+    equal texts."""
+    plan = synthetic_plan(recipe, f"window.length={window}", f"spatial.refits={int(window == 1)}")
     g, layout = plan.geometry, page_layout(plan)
     spec = KernelSpec.of(g.family, g.num_key_heads, layout, plan.codec, window, plan.window.dtype)
     sources = generate(spec, "0" * 64)

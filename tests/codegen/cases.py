@@ -45,7 +45,10 @@ class Case:
             bits = rng.choice(menu, (4, K), p=None if not pivots else [0.32, 0.32, 0.31, 0.05])
             bits[1] = menu[0]  # a head of one precision among the mixed ones
         heads = len(bits)
-        codec = CodecSpec(codebook="head" if gdn and not rowwise else "shared", group=16 if V < 128 else 32)
+        refits = 1 if K <= 32 else 0  # the paper's, or the recipes' default
+        codec = CodecSpec(
+            codebook="head" if gdn and not rowwise else "shared", refits=refits, group=16 if V < 128 else 32
+        )
         layout = PageLayout(StateShape(heads, K, V), bits[None], codec.codebook, group=codec.group)
         w = torch.from_numpy(np.exp(rng.normal(0, 0.3, (1, heads, K)))).float()
         key_heads = heads // (2 if heads % 2 == 0 else 3) if gdn else heads
