@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stepquant.codegen.generate import load_source
-from stepquant.codegen.kernel_plan import KernelPlan, Launch, TargetReport, Variant, few_programs, launches_of
+from stepquant.codegen.kernel_plan import LARGE, KernelPlan, Launch, TargetReport, Variant, few_programs, launches_of
 from stepquant.codegen.sass import count_instructions
 from stepquant.codegen.spec import KernelSpec
 from stepquant.errors import BackendError
@@ -24,7 +24,6 @@ TARGETS = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}
 # Bytes a thread. On an H200 KDA's read is fastest with 16 bytes of spills, four-level folds with 272: what lies outside
 # of the loops costs less than fewer programs a multiprocessor (docs/kernels.md).
 MAX_SPILL = 384
-LARGE = 512  # requests of the batch that a read is compiled for
 _DTYPES = {"fp16": "*fp16", "bf16": "*bf16", "fp32": "*fp32", "int8": "*i8"}
 
 

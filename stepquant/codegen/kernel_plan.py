@@ -61,39 +61,46 @@ class Launch:
     registers: int | None = None
 
 
-# In order of preference; a compile report takes the first that hardly spills on its target, a server the fastest on
-# its GPU (`stepquant.runtime.tuning`). Caps on registers let more programs share a multiprocessor (docs/kernels.md).
+# A compile report takes the first that hardly spills on its target, in the order of `launches_of`, a server the fastest
+# on its GPU (`stepquant.runtime.tuning`). Caps on registers let more programs share a multiprocessor (docs/kernels.md).
 LAUNCHES: Mapping[str, tuple[Launch, ...]] = {
     "read": (Launch(1, 128), Launch(1, 168), Launch(1), Launch(2)),
-    **dict.fromkeys(("step", "fold", "flush"), (Launch(2), Launch(4, 128), Launch(4), Launch(8))),
+    **dict.fromkeys(("fold", "flush"), (Launch(2), Launch(4, 128), Launch(4), Launch(8))),
+    "step": (Launch(2), Launch(2, 168), Launch(4, 128), Launch(4), Launch(8)),
     **dict.fromkeys(("pack", "unpack"), (Launch(4), Launch(2), Launch(8))),
 }
-
-
 RESIDENT_READS = 16 * 132  # programs of a read on a large GPU at once: 16 warps on each multiprocessor
+RESIDENT_FOLDS = 2 * 132  # programs of a fold that have half a multiprocessor each
+LARGE = 512  # requests of a large batch
 
 
 def few_programs(spec: KernelSpec, batch: int) -> bool:
     """Whether reads of a batch ask for a head's bytes before they load them.
 
     Where heads have one precision, words are loaded a block ahead, and as soon as the programs are more than a large
-    GPU holds they hide each other's loads: asking first then costs 8%. Rows of several precisions are loaded block by
+    GPU holds they hide each other's loads: asking first then costs 4%. Rows of several precisions are loaded block by
     block, and always gain (docs/kernels.md).
     """
     return not spec.uniform or batch * spec.num_heads <= RESIDENT_READS
 
 
-def launches_of(spec: KernelSpec, name: str) -> tuple[Launch, ...]:
-    """Launches in order of preference: rows of several precisions read best with more registers and fold best on four
-    warps, four-level heads do not fit the registers of two."""
+def launches_of(spec: KernelSpec, name: str, batch: int = LARGE) -> tuple[Launch, ...]:
+    """Launches in order of preference, the first as measured at such batches on an H200 (docs/kernels.md).
+
+    Args:
+        batch: requests; of a fold one in W of them folds.
+    """
     launches = LAUNCHES[name]
-    if name in ("read", "fold", "flush") and not spec.uniform:
-        order = (1, 0, 2, 3)
-    elif name in ("fold", "flush", "step") and spec.four:
-        order = (1, 2, 0, 3)
+    if name == "read":
+        first = Launch(1, 168) if few_programs(spec, batch) else Launch(1, 128)
+    elif name == "step":
+        first = Launch(2, 168) if spec.uniform and not spec.four else Launch(2)
+    elif name in ("fold", "flush"):
+        programs = (-(-batch // spec.window) if name == "fold" else batch) * spec.num_heads
+        first = Launch(4) if programs <= RESIDENT_FOLDS else Launch(4, 128) if spec.uniform else Launch(2)
     else:
         return launches
-    return tuple(launches[i] for i in order)
+    return (first, *(x for x in launches if x != first))
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class PackedKernels(WindowSteps):
             {name: torch.from_numpy(x).to(self.device) for name, x in head_tables(layout, i, w[i], self.spec).items()}
             for i in range(layout.num_layers)
         ]
-        self.launches = {name: launches_of(self.spec, name)[0] for name in self.sources}
+        self.launches: dict[str, Launch] = {}  # in place of what is preferred at a batch
         self.tuned: Tuned = {}
         self.arch = _arch(self.device)
 
@@ -141,8 +141,9 @@ class PackedKernels(WindowSteps):
 
     def launch_of(self, name: str, batch: int) -> Launch:
         """Warps and register cap at a batch: as tuned for the next larger one, or the first preference."""
-        rows = self.tuned.get(name, ())
-        return next((x for most, x in rows if batch <= most), rows[-1][1] if rows else self.launches[name])
+        if rows := self.tuned.get(name, ()):
+            return next((x for most, x in rows if batch <= most), rows[-1][1])
+        return self.launches.get(name) or launches_of(self.spec, name, batch)[0]
 
     def _launch(self, name: str, layer: int, pages: Tensor, slots: Tensor, *args: Any) -> None:
         table, batch = self.tables[layer], slots.shape[0]

@@ -11,7 +11,7 @@ import pytest
 
 from stepquant.codec.spec import CodecSpec
 from stepquant.codegen.generate import GENERATOR_VERSION, generate, source_hash
-from stepquant.codegen.kernel_plan import GPUS, KernelPlan, few_programs
+from stepquant.codegen.kernel_plan import GPUS, LAUNCHES, KernelPlan, Launch, few_programs, launches_of
 from stepquant.codegen.spec import KernelSpec, head_tables
 from stepquant.errors import ArtifactError, BackendError
 from stepquant.layout import PageLayout, StateShape
@@ -46,7 +46,7 @@ def test_uniform_heads_are_compiled_by_precision() -> None:
 
 
 def test_tables_follow_the_layout() -> None:
-    case = Case.make("kimi_6bit", 64, 64)
+    case = Case.make("kimi_4bit", 64, 64)
     tables = head_tables(case.layout, 0, case.w[0].numpy(), case.kernels().spec)
     order, (w, inverse, step, inv_top) = tables["order"], tables["row_w"]
     bits = np.take_along_axis(case.bits.astype(int), order[0], -1)
@@ -54,7 +54,8 @@ def test_tables_follow_the_layout() -> None:
     top = (1 << bits >> 1) - 1
     np.testing.assert_array_equal(step, np.where(bits == 16, 1, 1 << np.maximum(8 - bits, 0)))
     np.testing.assert_array_equal(tables["row_limits"], np.where(bits == 16, 1, top * step))
-    np.testing.assert_array_equal(inv_top, np.where(bits == 16, 0, np.float32(1) / top.astype(np.float32)))
+    reach = np.where(bits == 2, top / 0.67, top)  # two bits without refits
+    np.testing.assert_array_equal(inv_top, np.where(bits == 16, 0, 1 / reach).astype(np.float32))
     np.testing.assert_array_equal(w, np.where(bits == 16, 0, np.take_along_axis(case.w[0].numpy(), order[0], -1)))
     np.testing.assert_array_equal(np.sort(order, -1), np.broadcast_to(np.arange(64), order.shape))
     slots = case.layout.slots[0]
@@ -96,3 +97,16 @@ def test_reads_ask_for_bytes_first_where_programs_are_few_or_rows_differ() -> No
     gdn = KernelSpec("gdn", 48, 16, 128, 128, (4, 6), True, False, "none", False)
     assert [few_programs(gdn, batch) for batch in (1, 44, 45, 512)] == [True, True, False, False]
     assert few_programs(replace(gdn, family="kda", uniform=False), 512)
+
+
+def test_launches_by_batch() -> None:
+    """48 heads at W = 8: 40 requests have 240 programs that fold, 41 have 288, more than two a multiprocessor."""
+    gdn = KernelSpec("gdn", 48, 16, 128, 128, (4, 6), True, False, "none", False, window=8)
+    kda = replace(gdn, family="kda", uniform=False)
+    assert [launches_of(gdn, "fold", n)[0] for n in (1, 40, 41, 512)] == [Launch(4)] * 2 + [Launch(4, 128)] * 2
+    assert [launches_of(kda, "fold", n)[0] for n in (40, 41)] == [Launch(4), Launch(2)]
+    assert [launches_of(gdn, "read", n)[0] for n in (44, 45)] == [Launch(1, 168), Launch(1, 128)]
+    assert [launches_of(gdn, "flush", n)[0] for n in (5, 6)] == [Launch(4), Launch(4, 128)]
+    for name in LAUNCHES:
+        for spec in (gdn, kda, replace(gdn, precisions=(2, 4), four=True)):
+            assert sorted(map(str, launches_of(spec, name, 1))) == sorted(map(str, LAUNCHES[name]))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepquant.codegen.kernel_plan import Launch
+from stepquant.codegen.kernel_plan import Launch, launches_of
 from stepquant.runtime import tuning
 from stepquant.runtime.step import PackedKernels
 from tests.codegen.cases import Case
@@ -76,10 +76,11 @@ def test_a_place_that_cannot_be_written_only_warns(kernels, tmp_path: Path, capl
 
 def test_a_batch_takes_the_next_larger_choice(kernels) -> None:
     made, _ = kernels
-    first = made.launch_of("read", 1)
-    assert first == made.launches["read"]
+    assert made.launch_of("read", 512) == launches_of(made.spec, "read")[0]
     made.tuned = CHOICE
     assert [made.launch_of("fold", n) for n in (1, 32, 33, 512, 4096)] == [
         Launch(2), Launch(2), Launch(4, 128), Launch(4, 128), Launch(4, 128),
     ]  # fmt: skip
-    assert made.launch_of("pack", 8) == made.launches["pack"]
+    assert made.launch_of("pack", 8) == launches_of(made.spec, "pack")[0]
+    made.launches["fold"], made.tuned = Launch(8), {}
+    assert made.launch_of("fold", 8) == Launch(8)
