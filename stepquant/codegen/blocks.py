@@ -66,37 +66,37 @@ def load_factors(p_r, i_group, slot, K: tl.constexpr, GROUPS: tl.constexpr, HG: 
 
 @triton.jit
 def load_constants(p_w, slot, H: tl.constexpr, K: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr):
-    """Row weights w, 1 / (n w), step of a code and 1 / its reach, compact `[1, slots]` (`spec.head_tables`).
+    """Row weights w, 1 / (n w), step of a code and 1 / its reach, compact (`spec.head_tables`).
 
     In the ``head`` codebook a stored row factor stands for code units, in the ``shared`` one for units of 8-bit codes.
     """
     inside = slot < K
     w, inv_w = tl.load(p_w + slot, mask=inside, other=0.0), tl.load(p_w + H * K + slot, mask=inside, other=1.0)
-    step, inv_top = tl.full([8 * M], 1, tl.int32), tl.full([8 * M], 1.0, tl.float32)
+    step, inv_top = tl.full([8 * M], 1.0, tl.float32), tl.full([8 * M], 1.0, tl.float32)
     if BITS == 0:
-        step = tl.load(p_w + 2 * H * K + slot, mask=inside, other=1.0).to(tl.int32)
+        step = tl.load(p_w + 2 * H * K + slot, mask=inside, other=1.0)
         inv_top = tl.load(p_w + 3 * H * K + slot, mask=inside, other=0.0)
-    return w[None, :], inv_w[None, :], step[None, :], inv_top[None, :]
+    return w, inv_w, step, inv_top
 
 
 @triton.jit
-def fit_rows(
-    total, w, inv_w, step, inv_top, M: tl.constexpr, HG: tl.constexpr, COLUMNS: tl.constexpr, MIXED: tl.constexpr
-):
-    """Row factors from the sums of |X| of a group of columns.
+def fit_rows(total, constants, M: tl.constexpr, HG: tl.constexpr, COLUMNS: tl.constexpr, MIXED: tl.constexpr):
+    """Row factors from the sums of |X| of a group of columns; constants are `load_constants`'.
 
     Returns:
         r in FP16, compact ``[HG, slots]``; then against the tile: 1 / (r step), the squared weight of a row in the
         refit, and 1 / reach and step of a code (scalars where heads have one precision).
     """
+    w, inv_w, step, inv_top = constants
+    w, inv_w, step, inv_top = w[None, :], inv_w[None, :], step[None, :], inv_top[None, :]
     mean = tl.maximum(total_sums(total, M, HG) * inv_w, 1e-20 * COLUMNS * inv_w)
     r = to_scale(square_root(mean))
-    rho = r.to(tl.float32) * step.to(tl.float32)
+    rho = r.to(tl.float32) * step
     weight = rho * w
     inv_rho = reciprocal(rho)
     if MIXED:
         inv_rho = tl.where(w > 0, inv_rho, 0.0)  # rows without codes count for nothing
-        inv_top, step = spread_rows(inv_top, M, 1), spread_rows(step, M, 1)
+        inv_top, step = spread_rows(inv_top, M, 1), spread_rows(step.to(tl.int32), M, 1)
     return r, spread_rows(inv_rho, M, HG), spread_rows(weight * weight, M, HG), inv_top, step
 
 
@@ -166,10 +166,11 @@ def load_packed(
 
 @triton.jit
 def packed_tile(
-    words, c, rho, M: tl.constexpr, E: tl.constexpr,
+    packed, rho, M: tl.constexpr, E: tl.constexpr,
     FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
     """What `load_packed` gave as a float tile; `rho` holds row factors in units of z, and gates."""
+    words, c = packed
     z00, z01, z10, z11 = unpack_block(words, M, E, 1, FOUR, NIBBLES, EIGHT, SIX, TWO)
     return scale_raw(tile_from_words(z00, z01, z10, z11, M, E), tl.expand_dims(c, 2).to(tl.float32)) * rho
 

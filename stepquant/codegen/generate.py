@@ -29,8 +29,8 @@ BLOCKS = {
                "pivot_place", "read_pivots", "saturate_half", "softplus", "store_codes", "update_pivots"),
     "dense": ("line_tile", "pack_pivot_head", "pack_pivots", "pivot_lines", "row_place"),
     "matrix": ("add_triple", "multiply_head", "multiply_pivots"),
-    "pending": ("add_window", "fold_pivots", "key_operands", "load_entries", "read_pending", "saturate",
-                "store_entry", "value_operands"),
+    "pending": ("add_window", "fold_pivots", "key_operands", "load_entries", "load_operands", "read_pending",
+                "saturate", "store_entry", "value_operands"),
     "planes": ("load_block", "open_planes", "prefetch_bytes", "prefetch_head"),
     "table": ("T_BITS", "T_COLUMN", "T_PIVOT", "T_PIVOTS", "T_ROW", "table_offset"),
     "words": ("exponential", "inverse_root"),
@@ -166,25 +166,28 @@ def _dispatch(spec: KernelSpec, call: str, pivots: str) -> str:
 def _fit(spec: KernelSpec, load: str, tile: str, base: str) -> dict[str, str]:
     """The lines of a body that fits: blocks of columns by `load` and `tile`, row factors times `base` in them."""
 
-    def lines(text: str, level: int, b: str = "b") -> str:
-        return indent(Template(text).safe_substitute(b=b, planes=PLANES), level * INDENT)
+    def lines(text: str, level: int, b: str, name: str = "block") -> str:
+        return indent(Template(text).safe_substitute(b=b, name=name, planes=PLANES), level * INDENT)
 
+    factors = t.LOAD_FACTORS if base else ""
+    first = Template(t.FIRST).substitute(load_factors=factors, load_first=lines(load, 1, "0"))
     sums = Template(t.SUMS).substitute(
-        load_b=lines(load, 3, "g * BLOCKS + i"),
-        tile=lines(tile, 3, "g * BLOCKS + i"),
-        load_first=lines(load, 2, "g * BLOCKS"),
+        load_b=lines(load, 3, "g * BLOCKS + i", "sampled"),
+        tile=lines(tile, 3, "g * BLOCKS + i", "sampled"),
         tile_first=lines(tile, 2, "g * BLOCKS"),
     )
     fit = Template(t.FIT).substitute(
         load_following=lines(load, 3, "following"),
         tile_following=lines(tile, 4, "following"),
         mask_pivots=t.MASK_PIVOTS if spec.pivots == "rows" else "",
+        next_factors=indent(factors, 2 * INDENT),
         planes=PLANES,
     )
     return {
         "planes": PLANES,
         "open": t.OPEN,
         "constants": t.CONSTANTS,
+        "first": first,
         "factors": Template(t.FACTORS).substitute(base=base),
         "sums": sums,
         "fit": fit,
@@ -213,7 +216,7 @@ def _pack(spec: KernelSpec) -> str:
     rows = Template(t.PACK_PIVOT_ROWS).substitute(permuted=spec.permuted) if spec.pivots == "rows" else ""
     row = "tl.load(order + i_h * K + slot, mask=slot_in, other=0)" if spec.permuted else "slot"
     return Template(t.PACK).substitute(
-        _fit(spec, t.DENSE_LOAD, t.DENSE_TILE, "1.0"),
+        _fit(spec, t.DENSE_LOAD, t.DENSE_TILE, ""),
         head=t.DENSE_HEAD,
         row=row,
         dispatch=_dispatch(spec, call, t.PACK_PIVOT_HEAD if spec.pivots == "heads" else ""),
@@ -285,10 +288,11 @@ def _read(spec: KernelSpec) -> str:
 def _fold(spec: KernelSpec, kernel: str, now: bool) -> str:
     kda = spec.family == "kda"
     call = (
-        f"fold_codes(p_page, p_table, p_w, p_limits, gamma, slot, p_us, p_u_now, n_pending, keys_now, {now}, {{kind}})"
+        "fold_codes(p_page, p_table, p_w, p_limits, gamma, slot, p_us, p_u_now, n_pending, parts, WITHIN, "
+        f"{now}, {{kind}})"
     )
     base = "spread_rows(gamma[None, :], M, 1)" if kda else "gamma"
-    pivots = f"fold_pivot_head(p_page, p_table, {base}, p_us, p_u_now, n_pending, keys_now, {now})"
+    pivots = f"fold_pivot_head(p_page, p_table, {base}, p_us, p_u_now, n_pending, parts, WITHIN, {now})"
     dispatch = tw.FOLD_OPERANDS.replace("$now", str(now)) + _dispatch(
         spec, call, pivots if spec.pivots == "heads" else ""
     )

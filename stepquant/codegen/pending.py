@@ -154,44 +154,66 @@ def load_with_now(p, p_now, e, o, n_pending, inside, N: tl.constexpr, EN: tl.con
 
 
 @triton.jit
-def gated_keys(
+def load_keys(
     p_keys, p_key_scale, p_u_scale, p_ratio, p_now, n_pending, o, o_key, inside,
     K: tl.constexpr, EN: tl.constexpr, NOW: tl.constexpr, SHARED_KEYS: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """Rows `o_key` of the keys of everything pending, f16, this token's as entry EN - 1: halves in places e and EN + e.
+    """What `gated_keys` is made of: keys, and ratios and scales of entries; scalars where a plan has none."""
+    e = o % EN
+    k = load_with_now(p_keys, p_now, e, o_key, n_pending, inside, K, EN, NOW)
+    ratio, k_scale, u_scale = 1.0, 1.0, 1.0
+    if SHARED_KEYS:
+        ratio = tl.load(p_ratio + e, mask=e < n_pending, other=0.0)
+    if INT8:
+        k_scale = tl.load(p_key_scale + e, mask=e < n_pending, other=0)
+        u_scale = tl.load(p_u_scale + e, mask=e < n_pending, other=0)
+    return k, ratio, k_scale, u_scale
+
+
+@triton.jit
+def gated_keys(
+    parts, o, WITHIN: tl.constexpr, EN: tl.constexpr, SHARED_KEYS: tl.constexpr, INT8: tl.constexpr
+):  # fmt: skip
+    """Rows of the keys of everything pending, f16, this token's as entry EN - 1: halves in places e and EN + e.
 
     All gates and scales are in them, so that the residuals go to the matrix units as they are stored.
+    WITHIN: keys are FP16, and gates at most one.
     """
+    k, ratio, k_scale, u_scale = parts
     e = o % EN
-    k = load_with_now(p_keys, p_now, e, o_key, n_pending, inside, K, EN, NOW).to(tl.float32)
     factor = tl.where(e >= 0, 1.0, 0.0)
     if SHARED_KEYS:
-        factor = tl.load(p_ratio + e, mask=e < n_pending, other=0.0)
+        factor = ratio
     if INT8:  # each scale once and each 128 of `load_with_now` once
-        factor = factor * (tl.load(p_key_scale + e, mask=e < n_pending, other=0).to(tl.float32) * 128.0)
-        factor = factor * (tl.load(p_u_scale + e, mask=e < n_pending, other=0).to(tl.float32) * 128.0)
-    WITHIN: tl.constexpr = p_keys.dtype.element_ty == tl.float16  # gates are at most one
-    high, low = split_half(k * tl.where(e == EN - 1, 1.0, factor), WITHIN)
+        factor = factor * (k_scale.to(tl.float32) * 128.0)
+        factor = factor * (u_scale.to(tl.float32) * 128.0)
+    high, low = split_half(k.to(tl.float32) * tl.where(e == EN - 1, 1.0, factor), WITHIN)
     # No join of the halves: it is stored two bytes a thread, sixteen threads on a bank, and of INT8 buffers it makes
     # Triton take more entries a thread than there are.
     return tl.where(o < EN, high, low)
 
 
 @triton.jit
-def key_operands(
+def load_operands(
     p_keys, p_key_scale, p_u_scale, p_ratio, p_now, n_pending, p_order,
     K: tl.constexpr, M: tl.constexpr, EN: tl.constexpr, NOW: tl.constexpr, SHARED_KEYS: tl.constexpr,
     PERMUTED: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """Keys of everything pending as right operand of the fold, f16 `[2 EN, 8 M]` (`gated_keys`)."""
+    """What `key_operands` is made of."""
     slot = tile_slots(M)
     o_key = slot
     if PERMUTED and SHARED_KEYS:
         o_key = tl.load(p_order + slot, mask=slot < K, other=0)
-    return gated_keys(
+    return load_keys(
         p_keys, p_key_scale, p_u_scale, p_ratio, p_now, n_pending, tl.arange(0, 2 * EN)[:, None], o_key[None, :],
         (slot < K)[None, :], K, EN, NOW, SHARED_KEYS, INT8,
     )  # fmt: skip
+
+
+@triton.jit
+def key_operands(parts, WITHIN: tl.constexpr, EN: tl.constexpr, SHARED_KEYS: tl.constexpr, INT8: tl.constexpr):
+    """Keys of everything pending as right operand of the fold, f16 `[2 EN, 8 M]` (`gated_keys`)."""
+    return gated_keys(parts, tl.arange(0, 2 * EN)[:, None], WITHIN, EN, SHARED_KEYS, INT8)
 
 
 @triton.jit
@@ -236,10 +258,12 @@ def fold_pivots(
         o_key, gate = slot, tl.load(p_gamma + (0 if SHARED_KEYS else slot))
         if PERMUTED and SHARED_KEYS:
             o_key = tl.load(p_order + slot)
-        keys = gated_keys(
+        parts = load_keys(
             p_keys, p_key_scale, p_u_scale, p_ratio, p_k_now, n_pending, o[None, :], o_key[:, None],
             inside[:, None], K, EN, NOW, SHARED_KEYS, INT8,
         )  # fmt: skip
+        WITHIN: tl.constexpr = p_keys.dtype.element_ty == tl.float16
+        keys = gated_keys(parts, o[None, :], WITHIN, EN, SHARED_KEYS, INT8)
         x = load_pivots(p_pivots, o_p, n_pivots, col, col_in, V)
         x = x * (gate + tl.zeros([16], tl.float32))[:, None]
         if WIDE:

@@ -76,30 +76,37 @@ OPEN = """    FULL: tl.constexpr = BITS > 0 and K == 8 * M  # every row of the t
     p_r = (p_page + table_offset(p_table, T_ROW)).to(tl.pointer_type(tl.float16))
     p_c = (p_page + table_offset(p_table, T_COLUMN)).to(tl.pointer_type(tl.float16))
 """
-CONSTANTS = "    w, inv_w, step_of, inv_largest = load_constants(p_w, slot, H, K, M, BITS)\n"
-FACTORS = """        q_r, r_in = load_factors(p_r, g, slot, K, GROUPS, HG)
-        rho = spread_rows(tl.load(q_r, mask=r_in, other=0).to(tl.float32) * (UNIT * $base), M, HG)
+CONSTANTS = "    constants = load_constants(p_w, slot, H, K, M, BITS)\n"
+# Everything of the first block is asked for at once; a block is loaded before the block in front of it is fitted, the
+# last one twice.
+FIRST = """    q_r, r_in = load_factors(p_r, 0, slot, K, GROUPS, HG)
+$load_factors$load_first    issue_loads()
+"""
+LOAD_FACTORS = "    raw_r = tl.load(q_r, mask=r_in, other=0)\n"
+FACTORS = """        rho = spread_rows(raw_r.to(tl.float32) * (UNIT * $base), M, HG)
 """
 SUMS = """        total = tl.zeros([HG, 8, 8 * M], tl.float32)
         for i in tl.range(1, SAMPLED, num_stages=1):
 $load_b$tile            total += partial_sums(tl.abs(x), M, E, HG)
-$load_first$tile_first        total += partial_sums(tl.abs(x), M, E, HG)
+$tile_first        total += partial_sums(tl.abs(x), M, E, HG)
 """
-# A block is loaded before the block in front of it is fitted; the last one is loaded twice and not used again.
 FIT = """        r, inv_rho, weight, inv_top, step = fit_rows(
-            total, w, inv_w, step_of, inv_largest, M, HG, COLUMNS, BITS == 0
+            total, constants, M, HG, COLUMNS, BITS == 0
         )
 $mask_pivots        tl.store(q_r, r, mask=r_in)
-        for b in tl.range(g * BLOCKS, (g + 1) * BLOCKS, num_stages=1):
-            following = tl.minimum(b + 1, (g + 1) * BLOCKS - 1)
+        if GROUPS > 1:
+            q_r, r_in = load_factors(p_r, g + 1, slot, K, GROUPS, HG)
+            r_in = r_in & (g + 1 < GROUPS)
+$next_factors        for b in tl.range(g * BLOCKS, (g + 1) * BLOCKS, num_stages=1):
+            following = tl.minimum(b + 1, GROUPS * BLOCKS - 1)
 $load_following            q, c = fit_block(x, inv_rho, weight, inv_top, step, BITS, FOUR, REFITS)
             store_codes(planes, b, p_c, q, c, p_limits, K, J, M, E, FULL, BITS, ARCH, REFITS, FOUR, $planes)
             if b + 1 < (g + 1) * BLOCKS:
 $tile_following"""
 MASK_PIVOTS = "        r = tl.where((slot < K - tl.load(p_table + T_PIVOTS))[None, :], r, 0.0)\n"
-# Of a block $b: everything that has to be loaded, and the float tile that becomes of it.
-PACKED_LOAD = "words, c_old = load_packed(planes, $b, p_c, J, M, E, FULL, FOUR, $planes)\n"
-PACKED_TILE = "x = packed_tile(words, c_old, rho, M, E, FOUR, $planes)\n"
+# Of a block $b: everything that has to be loaded, as $name, and the float tile that becomes of it.
+PACKED_LOAD = "$name = load_packed(planes, $b, p_c, J, M, E, FULL, FOUR, $planes)\n"
+PACKED_TILE = "x = packed_tile($name, rho, M, E, FOUR, $planes)\n"
 
 STEP = '''
 @triton.jit
@@ -122,7 +129,7 @@ $constants    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, 
 $read_pivots    u = beta * (raw_v.to(tl.float32) - h_k)
     tl.store(p_out, (h_q + qk * u).to(p_out.dtype.element_ty), mask=col_in)
     key = spread_rows(x_k[None, :], M, 1)
-    for g in tl.range(0, GROUPS, num_stages=1):
+$first    for g in tl.range(0, GROUPS, num_stages=1):
 $factors$sums$fit$update_pivots
 '''
 
@@ -188,8 +195,7 @@ def pack_codes(
     NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
     """Fit, quantise and pack a dense head."""
-$open$constants    for g in tl.range(0, GROUPS, num_stages=1):
-        q_r, r_in = load_factors(p_r, g, slot, K, GROUPS, HG)
+$open$constants$first    for g in tl.range(0, GROUPS, num_stages=1):
 $sums$fit
 
 @triton.jit
@@ -252,6 +258,6 @@ UNPACK_PIVOT_HEAD = """p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(t
 
 DENSE_LOAD = """\
 p, inside = row_place(p_rows, stride_col, $b, slot_in, J, E)
-raw = tl.load(p, mask=inside, other=0)
+$name = tl.load(p, mask=inside, other=0)
 """
-DENSE_TILE = "x = in_sums(tile_from_rows(raw, M, E), M, E)\n"
+DENSE_TILE = "x = in_sums(tile_from_rows($name, M, E), M, E)\n"

@@ -126,20 +126,21 @@ APPEND_KDA = """    if i_phase == W - 1:
 FOLD = '''
 @triton.jit
 def fold_codes(
-    p_page, p_table, p_w, p_limits, gamma, slot, p_us, p_u_now, n_pending, keys_now, NOW: tl.constexpr,
-    FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
+    p_page, p_table, p_w, p_limits, gamma, slot, p_us, p_u_now, n_pending, keys,
+    WITHIN: tl.constexpr, NOW: tl.constexpr, FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
     NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
     """Everything pending into a head of integer rows, then fit, quantise and pack.
 
     Sums of |X| over the first blocks for the row factors, then block by block.
     """
-$open$constants    for g in tl.range(0, GROUPS, num_stages=1):
+$open$constants$first    keys_now = key_operands(keys, WITHIN, EN, SHARED_KEYS, INT8)
+    for g in tl.range(0, GROUPS, num_stages=1):
 $factors$sums$fit
 '''
 
-WINDOW_LOAD = "us = value_operands(p_us, p_u_now, n_pending, $b, V, J, E, EN, NOW)\n"
-WINDOW_TILE = "x = add_window(x, us, keys_now, M, E, WIDE)\n"
+WINDOW_LOAD = "${name}_us = value_operands(p_us, p_u_now, n_pending, $b, V, J, E, EN, NOW)\n"
+WINDOW_TILE = "x = add_window(x, ${name}_us, keys_now, M, E, WIDE)\n"
 
 FOLD_PIVOT_ROWS = '''
 @triton.jit
@@ -159,8 +160,11 @@ def fold_pivot_rows(
 
 FOLD_PIVOT_HEAD = '''
 @triton.jit
-def fold_pivot_head(p_page, p_table, base, p_us, p_u_now, n_pending, keys_now, NOW: tl.constexpr):
+def fold_pivot_head(
+    p_page, p_table, base, p_us, p_u_now, n_pending, keys, WITHIN: tl.constexpr, NOW: tl.constexpr
+):
     """Everything pending into a head that is kept in FP16."""
+    keys_now = key_operands(keys, WITHIN, EN, SHARED_KEYS, INT8)
     p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
     for b in tl.range(0, J // (8 * E), num_stages=1):
         p, inside = pivot_place(p_pivots, b, K, V, J, M, E)
@@ -188,7 +192,8 @@ def fold(
     for i in tl.range(tl.program_id(0), n_folds, tl.num_programs(0), num_stages=1):
         i_n = tl.load(folds + 1 + i).to(tl.int64)
         i_slot = tl.load(slots + i_n * stride_slot).to(tl.int64)
-$window        if i_slot >= 0:
+$window        issue_loads()
+        if i_slot >= 0:
             p_page = pages + i_slot * stride_page
             p_u_now = u_now + (i_n * H + i_h) * V
             p_k_now = k_now + (i_n * $key_heads + $key_head) * K
@@ -216,7 +221,8 @@ $buffers    p_u_now, p_k_now = us, keys  # there is no token: neither is used
 $dispatch'''
 
 FOLD_OPERANDS = """    p_w, p_limits = row_w + i_h * K, row_limits + i_h * K
-    keys_now = key_operands(
+    WITHIN: tl.constexpr = keys.dtype.element_ty == tl.float16
+    parts = load_operands(
         p_keys, p_key_scale, p_u_scale, p_ratio, p_k_now, n_pending, order + i_h * K, K, M, EN, $now, SHARED_KEYS,
         PERMUTED, INT8,
     )
