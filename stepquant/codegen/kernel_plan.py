@@ -97,7 +97,9 @@ def launches_of(spec: KernelSpec, name: str, batch: int = LARGE) -> tuple[Launch
         first = Launch(2, 168) if spec.uniform and not spec.four else Launch(2)
     elif name in ("fold", "flush"):
         programs = (-(-batch // spec.window) if name == "fold" else batch) * spec.num_heads
-        first = Launch(4) if programs <= RESIDENT_FOLDS else Launch(4, 128) if spec.uniform else Launch(2)
+        first = Launch(4, 128) if spec.uniform and not spec.four else Launch(2)
+        if programs <= RESIDENT_FOLDS:
+            first = Launch(4)
     else:
         return launches
     return (first, *(x for x in launches if x != first))

@@ -105,6 +105,7 @@ def test_launches_by_batch() -> None:
     kda = replace(gdn, family="kda", uniform=False)
     assert [launches_of(gdn, "fold", n)[0] for n in (1, 40, 41, 512)] == [Launch(4)] * 2 + [Launch(4, 128)] * 2
     assert [launches_of(kda, "fold", n)[0] for n in (40, 41)] == [Launch(4), Launch(2)]
+    assert launches_of(replace(gdn, precisions=(2, 4), four=True), "fold")[0] == Launch(2)
     assert [launches_of(gdn, "read", n)[0] for n in (44, 45)] == [Launch(1, 168), Launch(1, 128)]
     assert [launches_of(gdn, "flush", n)[0] for n in (5, 6)] == [Launch(4), Launch(4, 128)]
     for name in LAUNCHES:
