@@ -5,8 +5,8 @@ For one head with precision b_i per key row and row weights w_i (geometric mean 
 - r_i = sqrt(mean_j |X_ij| / w_i), rounded to FP16 before it is used;
 - c_j = max_i |X_ij| / (r_i z_max,i) over integer rows, FP16; quantise (by a scale that reaches every value, where
   FP16 is too coarse or too narrow for that, `REACH`); then, codes fixed, the weighted least squares refit
-  c_j = sum_i w_i^2 v_ij X_ij / sum_i w_i^2 v_ij^2 with v = r z; quantise again. Without refits (the default) the first
-  scale stays, and in two bits it reaches two thirds of the largest value (`spec.TWO_BIT_COVER`);
+  c_j = sum_i w_i^2 v_ij X_ij / sum_i w_i^2 v_ij^2 with v = r z; quantise again. Without refits (the default) a first
+  scale stays, with less reach for two-bit rows (`spec.TWO_BIT_COVER`); four-level heads are always refitted;
 - pivot rows (bits 16) are stored as FP16 and take no part in the column fit.
 
 `fit` gives the codes and scales that are stored, `reconstruct` what is read back, `roundtrip` both in one without
@@ -26,8 +26,9 @@ from stepquant.codec.spec import (
     SCALE_MAX,
     SCALE_MIN,
     CodecSpec,
-    code_reach,
     code_step,
+    covers,
+    four_refits,
     max_code,
 )
 
@@ -72,15 +73,16 @@ class DualAxisCodec:
         bits = bits.to(device)
         self.pivot = bits == PIVOT
         table_max = torch.ones(PIVOT + 1, device=device)
-        table_step, table_bound = torch.ones_like(table_max), torch.zeros_like(table_max)
+        table_step = torch.ones_like(table_max)
         for b in range(2, 9):
-            table_max[b], table_step[b], table_bound[b] = max_code(b, spec), code_step(b, spec), 1 / code_reach(b, spec)
+            table_max[b], table_step[b] = max_code(b, spec), code_step(b, spec)
         index = bits.long()
         self.max_code = table_max[index].unsqueeze(-1)  # [H, K, 1], in code units
         self.step = table_step[index].unsqueeze(-1)
-        self.bound = table_bound[index].unsqueeze(-1)  # 1 / code_reach, 0 in pivots: they have no say in the fit
         self.w = w.float().unsqueeze(-1)
         self.integer = (~self.pivot).unsqueeze(-1)
+        cover = torch.from_numpy(covers(bits.cpu().numpy(), spec.refits)).to(device).unsqueeze(-1)
+        self.bound = cover / self.max_code * self.integer  # of the largest value; pivots have no say in the fit
         self.any_pivot, self.all_pivots = bool(self.pivot.any()), bool(self.pivot.all())
         one = bits.numel() > 0 and bool((bits == bits.flatten()[0]).all())
         self.limit = float(self.max_code.flatten()[0]) if one else None  # of a map of one precision
@@ -88,6 +90,7 @@ class DualAxisCodec:
         four = (bits == 2).all(-1) if spec.codebook == "head" else torch.zeros_like(bits[:, 0], dtype=torch.bool)
         self.four_heads = four.nonzero().flatten() if bool(four.any()) else None
         self.every_four = bool(four.all())  # nothing to gather and scatter
+        self.fitted = (four if spec.refits == 0 else torch.ones_like(four)).view(-1, 1, 1)  # heads that refits change
 
     def roundtrip(self, x: Tensor) -> Tensor:
         """Quantise and reconstruct: Q(X) of equation 4, `[..., H, K, V]` float32 in and out."""
@@ -148,8 +151,9 @@ class DualAxisCodec:
         peak = bound.amax(-2, keepdim=True)
         c = to_scale(peak)
         weight = (self.w2 * rs.square()) if rs.shape[-1] > 1 else (self.w2 * rs.square()).transpose(-1, -2)
-        codes = self._quantise(scaled, torch.maximum(c, peak * REACH) if self.spec.refits else c, bound)
-        for _ in range(self.spec.refits):
+        refits = self.spec.refits if self.four_heads is None else four_refits(self.spec.refits)
+        codes = self._quantise(scaled, torch.maximum(c, peak * REACH) if refits else c, bound)
+        for _ in range(refits):
             product, square = codes * scaled, codes.square()
             if rs.shape[-1] > 1:
                 numerator = (product * weight).sum(-2, keepdim=True)
@@ -157,7 +161,8 @@ class DualAxisCodec:
             else:
                 numerator, denominator = weight @ product, weight @ square
             refit = to_scale(numerator / denominator)
-            c = torch.where(denominator > 0, refit, c)
+            fitted = (denominator > 0) & self.fitted
+            c = torch.where(fitted, refit, c)
             codes = self._quantise(scaled, c, codes)
         return codes, rs, c
 

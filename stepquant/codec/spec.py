@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 CodecKind = Literal["dual_axis", "rowwise", "nvfp4", "dsq", "damp", "float"]
 
@@ -13,9 +16,9 @@ PACKED_MENU = (2, 4, 6, 8)  # those that the packers and kernels take
 SCALE_MIN, SCALE_MAX = 2.0**-24, 65504.0  # FP16 clamp of every stored scale
 MAGNITUDE_FLOOR = 1e-20
 TWO_BIT_COVER = 0.67
-"""Share of the largest value that a column scale reaches in two bits without a refit: most values are far below it, and
-three or four levels spread over all of it lose them. Above 2/3, so that what lies beyond still rounds to the last level
-of two-bit rows; measured to be flat from 0.55 to 0.75 (docs/kernels.md)."""
+"""Share of the largest value of two-bit rows that a column scale reaches without refits, where wider rows of the head
+share it: those then have finer steps. Above 2/3, so that what lies beyond still rounds to the last level. In a head
+without wider rows it would shrink what is stored again and again; there the share is 1."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class CodecSpec:
             -3, -1, 1, 3 with one row factor per `group` value columns (GDN). ``shared``: z = 2^(8-b) q, so that
             rows of different precision share one column vector (KDA, and row-wise maps anywhere).
         refits: weighted least-squares refits of the column scales (design 2.2; 1 in the paper). Without any a first
-            scale stays: it reaches every value, in two bits `TWO_BIT_COVER` of it.
+            scale stays, which reaches every value (`TWO_BIT_COVER`: but for two-bit rows); four-level heads are always
+            refitted (`four_refits`).
         group: value columns that share a row factor in a four-level two-bit head.
         sample: columns at the start of each half of a row (of each group in four-level heads) that its row factor is
             the mean over; 0 for all of them.
@@ -61,10 +65,17 @@ def max_code(bits: int, spec: CodecSpec) -> int:
     return 3 if bits == 2 and spec.codebook == "head" else levels(bits)
 
 
-def code_reach(bits: int, spec: CodecSpec) -> float:
-    """Code units that the largest value of a column falls on by its first scale."""
-    cover = TWO_BIT_COVER if bits == 2 and spec.refits == 0 else 1.0
-    return max_code(bits, spec) / cover
+def covers(bits: NDArray[Any], refits: int) -> NDArray[np.float32]:
+    """Share of a row's largest value that a first column scale reaches, by row of a map `[..., K]`."""
+    wider = ((bits > 2) & (bits < PIVOT)).any(-1, keepdims=True)
+    narrow = (bits == 2) & wider & (refits == 0)
+    return np.where(narrow, TWO_BIT_COVER, 1).astype(np.float32)
+
+
+def four_refits(refits: int) -> int:
+    """Refits of four-level heads: a scale that reaches the largest value spreads the levels over values that hardly
+    occur, one that reaches less shrinks or swells what is stored again and again. Fitted levels stay as they are."""
+    return max(1, refits)
 
 
 def code_step(bits: int, spec: CodecSpec) -> int:

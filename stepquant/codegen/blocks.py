@@ -6,7 +6,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stepquant.codec.spec import TWO_BIT_COVER
 from stepquant.codegen.planes import load_block, load_limits, store_block, store_crumbs, unpack_block
 from stepquant.codegen.tile import (
     block_columns,
@@ -31,8 +30,6 @@ from stepquant.codegen.words import (
     square_root,
     to_scale,
 )
-
-FOUR_COVER = tl.constexpr(TWO_BIT_COVER / 3)
 
 
 @triton.jit
@@ -123,7 +120,7 @@ def fit_block(x, inv_rho, weight, inv_top, step, BITS: tl.constexpr, FOUR: tl.co
     """
     y = x * inv_rho
     if FOUR:
-        bound = max_slots(tl.abs(y)) * (1.0 / 3.0 if REFITS > 0 else FOUR_COVER)
+        bound = max_slots(tl.abs(y)) * (1.0 / 3.0)
     elif BITS > 0:
         TOP: tl.constexpr = 2 ** (BITS - 1) - 1
         bound = max_slots(tl.abs(y)) * (1.0 / TOP)

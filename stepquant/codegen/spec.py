@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from stepquant.codec.spec import PIVOT, TWO_BIT_COVER, CodecSpec, four_level_fault
+from stepquant.codec.spec import PIVOT, CodecSpec, covers, four_level_fault, four_refits
 from stepquant.errors import BackendError
 from stepquant.layout import KERNEL_GRANULARITY, PageLayout
 
@@ -95,7 +95,8 @@ class KernelSpec:
             "H": self.num_heads, "HK": self.num_key_heads, "K": self.key_dim, "V": self.value_dim,
             "M": m, "J": half, "JP": j, "E": wide, "KP": 8 * m, "VP": 2 * j, "GROUP": min(self.group, j),
             "NIBBLES": high, "EIGHT": 8 in self.precisions, "SIX": 6 in self.precisions,
-            "TWO": 2 in self.precisions and not self.uniform, "REFITS": self.refits, "SAMPLE": self.sample,
+            "TWO": 2 in self.precisions and not self.uniform, "REFITS": self.refits,
+            "FOUR_REFITS": four_refits(self.refits), "SAMPLE": self.sample,
             "PIVOT_BLOCK": 4, "W": self.window, "EN": max(entries, power_of_two(self.window)),
         }  # fmt: skip
 
@@ -136,8 +137,7 @@ def head_tables(layout: PageLayout, layer: int, w: ArrayLike, spec: KernelSpec) 
     table[:, 15] = layout.sizes[layer].sum(-1)
     coded = bits < PIVOT
     step = 1 << np.where(coded, 8 - bits.astype(np.int64), 0)
-    cover = np.where((bits == 2) & (spec.refits == 0), TWO_BIT_COVER, 1)
-    inverse = np.where(coded, cover / (128 // step - 1), 0)
+    inverse = np.where(coded, covers(bits, spec.refits) / (128 // step - 1), 0)
     used = weights if spec.uniform else np.where(coded, weights, 0)
     return {
         "table": table,

@@ -67,6 +67,7 @@ def write_strength(raw_b):
 # The frame of everything that fits: pointers and constants of a head, row factors of a group of columns, their fit.
 OPEN = """    FULL: tl.constexpr = BITS > 0 and K == 8 * M  # every row of the tile is there
     HG: tl.constexpr = 2 if FOUR else 1
+    FITS: tl.constexpr = FOUR_REFITS if FOUR else REFITS
     GROUPS: tl.constexpr = J // GROUP if FOUR else 1
     BLOCKS: tl.constexpr = J // (8 * E * GROUPS)
     SAMPLED: tl.constexpr = min(BLOCKS, SAMPLE // (8 * E)) if SAMPLE > 0 else BLOCKS
@@ -99,8 +100,8 @@ $mask_pivots        tl.store(q_r, r, mask=r_in)
             r_in = r_in & (g + 1 < GROUPS)
 $next_factors        for b in tl.range(g * BLOCKS, (g + 1) * BLOCKS, num_stages=1):
             following = tl.minimum(b + 1, GROUPS * BLOCKS - 1)
-$load_following            q, c = fit_block(x, inv_rho, weight, inv_top, step, BITS, FOUR, REFITS)
-            store_codes(planes, b, p_c, q, c, p_limits, K, J, M, E, FULL, BITS, ARCH, REFITS, FOUR, $planes)
+$load_following            q, c = fit_block(x, inv_rho, weight, inv_top, step, BITS, FOUR, FITS)
+            store_codes(planes, b, p_c, q, c, p_limits, K, J, M, E, FULL, BITS, ARCH, FITS, FOUR, $planes)
             if b + 1 < (g + 1) * BLOCKS:
 $tile_following"""
 MASK_PIVOTS = "        r = tl.where((slot < K - tl.load(p_table + T_PIVOTS))[None, :], r, 0.0)\n"

@@ -34,7 +34,8 @@ def reference(x, bits, w, spec):
     else:
         magnitude = magnitude.mean(1, keepdims=True)
     r = half(np.sqrt(np.maximum(magnitude, 1e-20) / w))
-    cover = np.where((bits == 2) & (spec.refits == 0), 0.67, 1.0)[:, None]  # a first scale of two bits
+    wider = bool((integer & (bits > 2)).any())
+    cover = np.where((bits == 2) & (spec.refits == 0) & wider, 0.67, 1.0)[:, None]  # of two bits without refits
     bound = cover * np.abs(x) / (r * step * most)
     c = half(bound[integer].max(0)) if integer.any() else half(np.zeros(x.shape[1]))
 
@@ -45,7 +46,7 @@ def reference(x, bits, w, spec):
         return np.clip(np.round(scaled), -most, most)
 
     q = quantise(c)
-    for _ in range(spec.refits):
+    for _ in range(max(1, spec.refits) if four else spec.refits):
         v = r * step * q
         weight = np.broadcast_to(w**2, v.shape) * integer[:, None]
         numerator, denominator = (weight * v * x).sum(0), (weight * v * v).sum(0)

@@ -54,7 +54,9 @@ def test_tables_follow_the_layout() -> None:
     top = (1 << bits >> 1) - 1
     np.testing.assert_array_equal(step, np.where(bits == 16, 1, 1 << np.maximum(8 - bits, 0)))
     np.testing.assert_array_equal(tables["row_limits"], np.where(bits == 16, 1, top * step))
-    reach = np.where(bits == 2, top / 0.67, top)  # two bits without refits
+    wider = ((bits > 2) & (bits < 16)).any(-1)
+    assert set(wider) == {True, False}
+    reach = np.where((bits == 2) & wider[:, None], top / 0.67, top)  # two bits among wider rows, without refits
     np.testing.assert_array_equal(inv_top, np.where(bits == 16, 0, 1 / reach).astype(np.float32))
     np.testing.assert_array_equal(w, np.where(bits == 16, 0, np.take_along_axis(case.w[0].numpy(), order[0], -1)))
     np.testing.assert_array_equal(np.sort(order, -1), np.broadcast_to(np.arange(64), order.shape))
