@@ -36,6 +36,7 @@ def sglang_calls(family: str, batch: int, dtype: torch.dtype, sets: int) -> Sequ
     from sglang.srt.layers.attention.fla import fused_recurrent, fused_sigmoid_gating_recurrent
 
     H, HV = HEADS[family]
+    sets = max(2, min(sets, (2**31 - 1) // (batch * HV * V * K)))  # the KDA kernel counts elements in 32 bits
     pool = torch.empty(sets * batch, HV, V, K, dtype=dtype, device="cuda").normal_(std=0.02)
     slots = slot_sets(sets, batch)
     a_log = torch.empty(HV, device="cuda").uniform_(1, 16).log()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.kernel_times import copy_bandwidth, set_count
 from benchmarks.synthetic import Case
+from stepquant.files import write_json
 from stepquant.runtime.slots import PENDING, PHASE, ROW, SlotStore
 from stepquant.runtime.tuning import graph_time
 from stepquant.runtime.window import bytes_per_request
@@ -64,9 +65,9 @@ def dense_work(case: Case, count: int, sets: int) -> dict[str, Work]:
     }
 
 
-def measure(name: str, counts: list[int], device: str, copy: float) -> list[dict[str, Any]]:
+def measure(name: str, counts: list[int], device: str, copy: float) -> Iterator[dict[str, Any]]:
     """Rows of a plan: an operation and a number of slots each."""
-    case, found = Case.make(name, LAYERS, device), []
+    case = Case.make(name, LAYERS, device)
     for count in counts:
         sets = min(set_count(int(case.layout.layer_bytes.sum()) * count), 8) if device == "cuda" else 1
         store = SlotStore(case.layout, case.kernels(WINDOW), 2 * count * sets, count, device)
@@ -76,9 +77,7 @@ def measure(name: str, counts: list[int], device: str, copy: float) -> list[dict
             us = graph_time(calls) if device == "cuda" else _wall(calls)
             row: dict[str, Any] = {"plan": name, "operation": operation, "slots": count, "us": us}
             row["gb_s"] = moved / us / 1e3
-            found.append(row | {"copy_share": row["gb_s"] / copy if copy else None})
-            print(json.dumps(found[-1]), flush=True)
-    return found
+            yield row | {"copy_share": row["gb_s"] / copy if copy else None}
 
 
 def _wall(calls: list[Callable[[], Any]]) -> float:
@@ -97,10 +96,14 @@ def main() -> None:
     args = parser.parse_args()
     copy = copy_bandwidth() if args.device == "cuda" else 0.0
     counts = [int(x) for x in args.counts.split(",")]
-    rows = [row for name in args.plans.split(",") for row in measure(name, counts, args.device, copy)]
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    if args.out:
-        args.out.write_text(json.dumps({"gpu": gpu, "copy_gb_s": copy, "rows": rows}, indent=1) + "\n")
+    rows: list[dict[str, Any]] = []
+    for name in args.plans.split(","):
+        for row in measure(name, counts, args.device, copy):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            if args.out:  # after every row: a run that is cut off leaves what it measured
+                write_json(args.out, {"gpu": gpu, "copy_gb_s": copy, "rows": rows})
 
 
 if __name__ == "__main__":

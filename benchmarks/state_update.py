@@ -8,7 +8,8 @@ folds averaged over whole windows. Plans have mixed precisions and pivots (`benc
 own decode kernels with FP32 and BF16 states and FLA's recurrent kernel, where they can be imported. Outputs are checked
 against float64 (W = 1) and the torch window before anything is timed.
 
-A list of the requests that fold is made once a step for all layers; it is timed apart (`list_us`).
+A list of the requests that fold is made once a step for all layers; it is timed apart (`list_us`). The file is written
+after every plan, so that a run that is cut off leaves what it measured (``complete`` says which it is).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from benchmarks.baselines import baseline_times
 from benchmarks.kernel_check import check_steps, check_windows
 from benchmarks.kernel_times import copy_bandwidth, graph_time, packed_calls
 from benchmarks.synthetic import Case
+from stepquant.files import write_json
 
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "state_update_h200.json"
@@ -144,18 +146,26 @@ def main() -> None:
         for w in workers:
             w.process.kill()
         sys.exit(f"not timed: outputs are wrong or kernels do not compile for {'; '.join(failed)}")
-    checked, copy = time.time() - start, copy_bandwidth()
-    rows = [row for family in families for batch in batches for row in baseline_times(family, batch)]
+    checked, copy, rows = time.time() - start, copy_bandwidth(), []
+    about = environment() | {"copy_gb_s": copy, "check_seconds": checked}
+
+    def keep(measured: list[dict[str, Any]], complete: bool = False) -> dict[str, Any]:
+        for row in measured:
+            row["copy_share"] = row["bytes"] / min(row["us"], row.get("aside_us", row["us"])) / 1e3 / copy
+        rows.extend(measured)
+        found = about | {"seconds": time.time() - start, "complete": complete, "rows": rows}
+        write_json(args.out, found)
+        return found
+
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    for family in families:
+        for batch in batches:
+            keep(baseline_times(family, batch))
     for w in workers:
         measured = w.measure()
-        rows += measured
+        keep(measured)
         print(w.title, [round(r.get("aside_us", r["us"]), 1) for r in measured], flush=True)
-    for row in rows:
-        row["copy_share"] = row["bytes"] / min(row["us"], row.get("aside_us", row["us"])) / 1e3 / copy
-    found = environment() | {"copy_gb_s": copy, "check_seconds": checked, "seconds": time.time() - start, "rows": rows}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(table(found))
+    print(table(keep([], complete=all(w.process.returncode == 0 for w in workers))))
 
 
 def table(found: dict[str, Any]) -> str:
