@@ -84,7 +84,7 @@ class TemporalSettings:
 class SpatialSettings:
     """The codec of a state and its row factors (``gamma``: exponent of the row impact).
 
-    ``refits``: of the column scales; the paper's is one, and none is more accurate (docs/kernels.md).
+    ``refits``: of the column scales; the paper does one; none is faster (docs/kernels.md).
     ``sample``: columns of each half (each group of four-level heads) that row factors are means over; 0 for all.
     """
 
