@@ -96,9 +96,9 @@ def launches_of(spec: KernelSpec, name: str, batch: int = LARGE) -> tuple[Launch
     elif name == "step":
         first = Launch(2, 168) if spec.uniform and not spec.four else Launch(2)
     elif name in ("fold", "flush"):
-        programs = (-(-batch // spec.window) if name == "fold" else batch) * spec.num_heads
         first = Launch(4, 128) if spec.uniform and not spec.four else Launch(2)
-        if programs <= RESIDENT_FOLDS:
+        # Flushes are rare and of any number of requests: one launch, so that none waits for a compile in the middle.
+        if name == "fold" and -(-batch // spec.window) * spec.num_heads <= RESIDENT_FOLDS:
             first = Launch(4)
     else:
         return launches

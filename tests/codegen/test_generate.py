@@ -109,7 +109,7 @@ def test_launches_by_batch() -> None:
     assert [launches_of(kda, "fold", n)[0] for n in (40, 41)] == [Launch(4), Launch(2)]
     assert launches_of(replace(gdn, precisions=(2, 4), four=True), "fold")[0] == Launch(2)
     assert [launches_of(gdn, "read", n)[0] for n in (44, 45)] == [Launch(1, 168), Launch(1, 128)]
-    assert [launches_of(gdn, "flush", n)[0] for n in (5, 6)] == [Launch(4), Launch(4, 128)]
+    assert {launches_of(gdn, "flush", n)[0] for n in (1, 512)} == {Launch(4, 128)}
     for name in LAUNCHES:
         for spec in (gdn, kda, replace(gdn, precisions=(2, 4), four=True)):
             assert sorted(map(str, launches_of(spec, name, 1))) == sorted(map(str, LAUNCHES[name]))
