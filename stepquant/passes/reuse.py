@@ -99,6 +99,18 @@ def _section(section: Section, name: str, settings: Mapping[str, Any]) -> Sectio
     return replace(section, **found)  # type: ignore[type-var]
 
 
+def _takes(recipe: Recipe, key: str, value: Any) -> bool:
+    """Whether a recipe of this version can say this: an artifact may be of one that could say more."""
+    section, _, name = key.partition(".")
+    item = next((f for f in fields(getattr(recipe, section)) if f.name == name), None) if name else None
+    try:
+        if item is not None:
+            item.metadata["check"](key, value)
+    except RecipeError:
+        return False
+    return True
+
+
 def needs_states(recipe: Recipe, reused: Reused, reads: Collection[str]) -> RecipeError:
     """The refusal of settings for which the artifact's tables do not do.
 
@@ -115,8 +127,10 @@ def needs_states(recipe: Recipe, reused: Reused, reads: Collection[str]) -> Reci
         )
     first = differ[0]
     others = f" (and {', '.join(differ[1:])} differ too)" if differ[1:] else ""
+    gone = [key for key in differ if not _takes(recipe, key, made[key])]
+    back = f"set {' '.join(f'{k}={made[k]}' for k in differ)}, or compile without reuse"
     return RecipeError(
         f"{first} is {asked.get(first)!r}, but reuse={reused.place} was made with {made[first]!r}{others}, and another "
-        f"value needs state samples, which an artifact does not hold; set {' '.join(f'{k}={made[k]}' for k in differ)}"
-        ", or compile without reuse"
+        "value needs state samples, which an artifact does not hold; "
+        + (f"this stepquant has no {gone[0]}={made[gone[0]]}: compile without reuse" if gone else back)
     )

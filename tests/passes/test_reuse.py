@@ -11,7 +11,9 @@ from stepquant.compare import compare_plans
 from stepquant.config import compose_recipe
 from stepquant.errors import RecipeError
 from stepquant.passes.compile import compile_recipe
+from stepquant.passes.reuse import Reused, needs_states
 from stepquant.plan import load_plan
+from tests.plans import small_plan
 
 SMALL = {"data.segments": 2, "data.length": 64, "data.batch": 1, "samples.per_layer": 4, "method": "paper"}
 
@@ -129,3 +131,15 @@ def test_json_does_not_replace_the_plan_that_is_reused(made, tmp_path):
     assert (made / "g6" / "plan.json").read_bytes() == before
     again(made, tmp_path, f"json={tmp_path}/deep/s.json")
     assert json.loads((tmp_path / "deep" / "s.json").read_text())["name"] == "tiny_gdn_6bit"
+
+
+def test_a_setting_that_is_gone_is_not_asked_for_again() -> None:
+    """Artifacts of earlier versions can have `spatial.refits=auto`."""
+    recipe = compose_recipe("tiny_kda_4bit", [])
+
+    def refusal(refits: object) -> str:
+        plan = small_plan(settings={"spatial": {"refits": refits, "sample": 16}})
+        return str(needs_states(recipe, Reused("old", plan, {}, {}), ["spatial.refits", "spatial.sample"]))
+
+    assert refusal("auto").endswith("this stepquant has no spatial.refits=auto: compile without reuse")
+    assert refusal(1).endswith("set spatial.refits=1, or compile without reuse")
