@@ -1,9 +1,9 @@
 """Compile kernels of shipped recipes ahead of time, several at once: ``python -m tests.codegen.aot_pool JOBS``.
 
 JOBS is a JSON list of [recipe, window, target, variants]. Plans are synthetic ones at full size; a kernel that plans
-share is compiled once, with the first launch that there is. Prints one JSON object: reports by job, and the processor
-seconds of all of it. A process of its own, because the tests' process runs Triton's interpreter; Triton's cache is a
-directory that goes with the process.
+share is compiled once, with the first launch that hardly spills, as a compile report has it. Prints one JSON object:
+reports by job, and the processor seconds of all of it. A process of its own, because the tests' process runs Triton's
+interpreter; Triton's cache is a directory that goes with the process.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
         found = {v.name: v for v in plan.variants}
         for name in variants:
             key = (sources[name], target)
-            launches = launches_of(plan.spec, name)[:1]
+            launches = launches_of(plan.spec, name)
             jobs.setdefault(key, (plan.spec, found[name], sources[name], target, launches))
             names[f"{recipe} W={window} {name} {target}"] = key
     with tempfile.TemporaryDirectory() as cache:
