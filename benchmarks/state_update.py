@@ -151,7 +151,7 @@ def main() -> None:
 
     def keep(measured: list[dict[str, Any]], complete: bool = False) -> dict[str, Any]:
         for row in measured:
-            row["copy_share"] = row["bytes"] / min(row["us"], row.get("aside_us", row["us"])) / 1e3 / copy
+            row["copy_share"] = row["bytes"] / best_us(row) / 1e3 / copy
         rows.extend(measured)
         found = about | {"seconds": time.time() - start, "complete": complete, "rows": rows}
         write_json(args.out, found)
@@ -168,6 +168,11 @@ def main() -> None:
     print(table(keep([], complete=all(w.process.returncode == 0 for w in workers))))
 
 
+def best_us(row: dict[str, Any]) -> float:
+    """Microseconds of a step, folds after their reads or on a stream of their own."""
+    return min(row["us"], row.get("aside_us", row["us"]))
+
+
 def table(found: dict[str, Any]) -> str:
     """Markdown: microseconds of each variant, and how many times faster than the FP32 state."""
     lines = []
@@ -179,7 +184,7 @@ def table(found: dict[str, Any]) -> str:
             here = [r for r in rows if r["batch"] == batch]
             us = {r["state"]: r["us"] for r in here}
             for r in here:
-                best = min(r["us"], r.get("aside_us", r["us"]))
+                best = best_us(r)
                 others = (us.get("sglang fp32"), us.get("sglang bf16"))
                 ratios = " | ".join("" if x is None else f"{x / best:.2f}" for x in others)
                 window = r.get("window", "")

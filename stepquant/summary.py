@@ -170,9 +170,8 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
     predicted = summary.get("predicted", {})
     if "solver" in predicted:
         proof = f", gap {predicted['gap']:.1e}" if "gap" in predicted else ""
-        cost = predicted.get("predicted_cost_per_token", float("nan"))
-        table.add_row("solver", f"{predicted['solver']}, {predicted.get('status', '-')}{proof}; predicted cost a token "
-                      f"{cost:.3g}")  # fmt: skip
+        cost = f"predicted cost a token {predicted.get('predicted_cost_per_token', float('nan')):.3g}"
+        table.add_row("solver", f"{predicted['solver']}, {predicted.get('status', '-')}{proof}; {cost}")
     for tried in predicted.get("windows", []):
         table.add_row(f"  W = {tried['window']}", f"{tried['bits']:.4f} nominal bits a value would cost "
                       f"{tried['predicted_cost_per_token']:.3g} a token")  # fmt: skip

@@ -277,7 +277,7 @@ def _read(spec: KernelSpec) -> str:
     )
     return functions + Template(tw.READ).substitute(
         places=token["places"],
-        window=tw.LOAD_BUFFER,
+        window=tw.LOAD_WINDOW,
         buffers=_buffers(spec) + "    if FEW:\n" + indent(tw.PREFETCH_HEAD, INDENT) + tw.PREFETCH_WINDOW,
         body=body,
         read_pivots=read_pivots,

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 LOAD_WINDOW = """    i_buffer = tl.load(buffers + i_n).to(tl.int64)
-    i_phase = tl.load(phases + i_n)
-    n_pending = tl.load(pending + i_n)
-"""
-
-LOAD_BUFFER = """    i_buffer = tl.load(buffers + i_n).to(tl.int64)
     n_pending = tl.load(pending + i_n)
 """
 
