@@ -54,7 +54,7 @@ def signature(spec: KernelSpec, name: str, model_dtype: str = "*bf16") -> dict[s
     if name in ("step", "read"):
         found["L2NORM"] = "constexpr"
     if name == "read":
-        found["FEW"] = "constexpr"
+        found |= {"arrivals": "*i32", "FEW": "constexpr", "PARTS": "constexpr"}
     return found | {"ARCH": "constexpr"}
 
 
@@ -104,8 +104,8 @@ def build(
 ) -> Any:
     """Triton's compiled kernel of a variant (`asm` has its stages, ptx and cubin among them).
 
-    `constants` are strides of dense states other than those of `[n, H, V, K]`, as SGLang has them, and FEW of a read
-    other than that of a large batch.
+    `constants` are strides of dense states other than those of `[n, H, V, K]`, as SGLang has them, and FEW and PARTS of
+    a read other than those of a large batch.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -113,7 +113,7 @@ def build(
     arch = int(target.removeprefix("sm_"))
     kernel = getattr(load_source(name, source), name)
     types = signature(spec, name)
-    given = {"ARCH": arch, "L2NORM": True, "FEW": few_programs(spec, LARGE)}
+    given = {"ARCH": arch, "L2NORM": True, "FEW": few_programs(spec, LARGE), "PARTS": 1}
     given |= {"stride_row": 1, "stride_col": spec.key_dim, **(constants or {})}
     given = {n: given[n] for n, t in types.items() if t == "constexpr"}
     strides = ("stride_page", "stride_q", "stride_k", "stride_v", "stride_state", "stride_head")

@@ -19,7 +19,7 @@ from stepquant.codegen.kernel_plan import TITLES
 from stepquant.codegen.spec import KernelSpec
 from stepquant.errors import ArtifactError
 
-GENERATOR_VERSION = "7"
+GENERATOR_VERSION = "8"
 INDENT = "    "
 KEY_HEAD = {"key_heads": "HK", "key_head": "i_h // (H // HK)"}
 PLANES = "NIBBLES, EIGHT, SIX, TWO"
@@ -29,7 +29,7 @@ BLOCKS = {
                "pivot_place", "read_pivots", "saturate_half", "softplus", "store_codes", "update_pivots"),
     "dense": ("line_tile", "pack_pivot_head", "pack_pivots", "pivot_lines", "row_place"),
     "matrix": ("add_triple", "multiply_head", "multiply_pivots"),
-    "pending": ("add_window", "fold_pivots", "key_operands", "load_entries", "load_operands", "read_pending",
+    "pending": ("add_window", "arrive", "await_parts", "fold_pivots", "gate_entries", "key_operands", "load_entries", "load_operands", "read_pending",
                 "saturate", "store_entry", "value_operands"),
     "planes": ("load_block", "open_planes", "prefetch_bytes", "prefetch_head"),
     "table": ("T_BITS", "T_COLUMN", "T_PIVOT", "T_PIVOTS", "T_ROW", "table_offset"),
@@ -117,11 +117,11 @@ def _row(spec: KernelSpec) -> str:
     return "tl.load(order + i_h * K + slot, mask=row_in, other=0)" if spec.permuted else "slot"
 
 
-def _token(spec: KernelSpec) -> dict[str, str]:
+def _token(spec: KernelSpec, columns: str = "J, JP") -> dict[str, str]:
     """What finds a program's place, and the loads of a token: vectors of rows, gates, values."""
     place = "i_h * K + row, mask=row_in, other=0" if spec.family == "kda" else "i_h"
     return {
-        "places": Template(t.LOAD_PLACES).substitute(row=_row(spec)),
+        "places": Template(t.LOAD_PLACES).substitute(row=_row(spec), columns=columns),
         "keys": t.LOAD_KEYS,
         "gates": Template(t.LOAD_GATES).substitute(gate_place=place),
         "values": t.LOAD_VALUES,
@@ -265,13 +265,13 @@ def _read(spec: KernelSpec) -> str:
         read_pivots = t.READ_PIVOTS.replace("$decay", vector)
     functions = Template(tw.READ_CODES).substitute(planes=PLANES, open=t.OPEN)
     x = "x_k * base, x_q * base" if kda else "raw_k, raw_q"  # GDN: norms and gates are scalars, and come later
-    call = f"h_k, h_q = read_codes(p_page, p_table, {x}, slot, col, col_in, {{kind}})"
+    call = f"h_k, h_q = read_codes(p_page, p_table, {x}, slot, col, col_in, i_part, PARTS, {{kind}})"
     pivots = Template(tw.READ_PIVOT_HEAD).substitute(x=x) if spec.pivots == "heads" else ""
     dispatch = _dispatch(spec, call, pivots)
     if not kda or spec.whole:
         dispatch = tw.NO_CODES + dispatch
     late = Template(tw.LATE).substitute(key_index="slot" if kda else "row")
-    token = _token(spec)
+    token = _token(spec, "J, JP, PARTS, i_part")
     body = Template(tw.BODY_KDA if kda else tw.BODY_GDN).substitute(
         token, gamma=_gamma(spec), dispatch=dispatch, late=late
     )

@@ -84,6 +84,18 @@ def few_programs(spec: KernelSpec, batch: int) -> bool:
     return not spec.uniform or batch * spec.num_heads <= RESIDENT_READS
 
 
+def read_parts(spec: KernelSpec, batch: int) -> int:
+    """Programs that share a head of a read, a block of its columns each: as long as all of them run at once.
+
+    A read takes as long as one program then, and a program takes most of its time for what it does one after another.
+    A vector of an INT8 buffer has one scale, and what is not a power of two has no such blocks: 1.
+    """
+    c = spec.constants
+    if spec.buffer == "int8" or c["J"] != c["JP"] or batch * spec.num_heads * spec.blocks > RESIDENT_READS:
+        return 1
+    return spec.blocks
+
+
 def launches_of(spec: KernelSpec, name: str, batch: int = LARGE) -> tuple[Launch, ...]:
     """Launches in order of preference, the first as measured at such batches on an H200 (docs/kernels.md).
 

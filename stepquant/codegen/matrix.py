@@ -210,8 +210,8 @@ def multiply_group(
 @triton.jit
 def multiply_groups(
     planes, words, factors, p_r, x_k, x_q, slot, FIRST: tl.constexpr, COUNT: tl.constexpr, K: tl.constexpr,
-    J: tl.constexpr, M: tl.constexpr, JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr, UNIT: tl.constexpr,
-    FULL: tl.constexpr, ALONE: tl.constexpr, FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr,
+    J: tl.constexpr, M: tl.constexpr, JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr, GROUPS: tl.constexpr,
+    UNIT: tl.constexpr, FULL: tl.constexpr, ALONE: tl.constexpr, FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr,
     SIX: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
     """The same of `COUNT` groups, a power of two; factors: of the first."""
@@ -221,13 +221,13 @@ def multiply_groups(
         )
     else:
         HALF: tl.constexpr = COUNT // 2
-        later = read_factors(p_r, slot, FIRST + HALF, K, J * G // JP, FOUR)
+        later = read_factors(p_r, slot, FIRST + HALF, K, GROUPS, FOUR)
         x0, words = multiply_groups(
-            planes, words, factors, p_r, x_k, x_q, slot, FIRST, HALF, K, J, M, JP, E, G, UNIT, FULL, ALONE, FOUR,
+            planes, words, factors, p_r, x_k, x_q, slot, FIRST, HALF, K, J, M, JP, E, G, GROUPS, UNIT, FULL, ALONE, FOUR,
             NIBBLES, EIGHT, SIX, TWO,
         )  # fmt: skip
         x1, words = multiply_groups(
-            planes, words, later, p_r, x_k, x_q, slot, FIRST + HALF, HALF, K, J, M, JP, E, G, UNIT, FULL, ALONE,
+            planes, words, later, p_r, x_k, x_q, slot, FIRST + HALF, HALF, K, J, M, JP, E, G, GROUPS, UNIT, FULL, ALONE,
             FOUR, NIBBLES, EIGHT, SIX, TWO,
         )  # fmt: skip
         x = join_blocks(x0, x1)
@@ -237,19 +237,21 @@ def multiply_groups(
 @triton.jit
 def multiply_head(
     planes, words, p_r, c, x_k, x_q, slot, K: tl.constexpr, J: tl.constexpr, M: tl.constexpr, JP: tl.constexpr,
-    E: tl.constexpr, G: tl.constexpr, UNIT: tl.constexpr, FULL: tl.constexpr,
+    E: tl.constexpr, G: tl.constexpr, GROUPS: tl.constexpr, UNIT: tl.constexpr, FULL: tl.constexpr,
     ALONE: tl.constexpr, FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr,
     TWO: tl.constexpr,
 ):  # fmt: skip
     """k^T S and q^T S of a head, compact columns, for compact rows `x_k` and `x_q` with all gates in them.
 
+    JP, G: compact columns of a half and row factors that they have, of the GROUPS that the page has; of a single block
+    the caller says which, by `words` and `p_r`.
     words: of block 0, loaded by the caller ahead of everything that takes time; ALONE as in `digits`.
     """
-    factors = read_factors(p_r, slot, 0, K, J * G // JP, FOUR)
+    factors = read_factors(p_r, slot, 0, K, GROUPS, FOUR)
     issue_loads()  # the words with the factors, not after them
     x, words = multiply_groups(
-        planes, words, factors, p_r, x_k, x_q, slot, 0, G, K, J, M, JP, E, G, UNIT, FULL, ALONE, FOUR, NIBBLES,
-        EIGHT, SIX, TWO,
+        planes, words, factors, p_r, x_k, x_q, slot, 0, G, K, J, M, JP, E, G, GROUPS, UNIT, FULL, ALONE, FOUR,
+        NIBBLES, EIGHT, SIX, TWO,
     )  # fmt: skip
     h_k, h_q = tl.split(tl.reshape(x, (2 * JP, 2)))
     return h_k * c, h_q * c

@@ -82,10 +82,12 @@ def add_eight(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p):  # noqa: E741
 def read_pending(
     h_k, h_q, x_k, x_q, decay, entries, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending,
     o_key, row_in, col, col_in, K: tl.constexpr, V: tl.constexpr, SHARED_KEYS: tl.constexpr, INT8: tl.constexpr,
+    GATE: tl.constexpr,
 ):  # fmt: skip
     """Add sum_i (k . D kbar_i) u_i and sum_i (q . D kbar_i) u_i, four entries at a time.
 
-    The gate `decay` (compact rows) is folded into ratios (GDN: by the caller) or into the stored keys (here, for KDA).
+    The gate `decay` (compact rows) is folded into ratios (GDN: by the caller) or into the stored keys (KDA: here with
+    GATE, otherwise by `gate_entries`).
     entries: the first four, loaded by the caller ahead of everything that takes time.
     """
     gated_k, gated_q = x_k * decay, x_q * decay
@@ -100,7 +102,7 @@ def read_pending(
         k3 = to_float(keys[3], p_key_scale, i + 3, n_pending, INT8)
         u0, u1 = to_float(us[0], p_u_scale, i, n_pending, INT8), to_float(us[1], p_u_scale, i + 1, n_pending, INT8)
         u2, u3 = to_float(us[2], p_u_scale, i + 2, n_pending, INT8), to_float(us[3], p_u_scale, i + 3, n_pending, INT8)
-        if not SHARED_KEYS:
+        if GATE and not SHARED_KEYS:
             store_entry(p_keys, p_key_scale, k0 * decay, i, n_pending, o_key, row_in, K, INT8, True)
             store_entry(p_keys, p_key_scale, k1 * decay, i + 1, n_pending, o_key, row_in, K, INT8, True)
             store_entry(p_keys, p_key_scale, k2 * decay, i + 2, n_pending, o_key, row_in, K, INT8, True)
@@ -128,6 +130,31 @@ def read_pending(
         h_k += (u0 * a0 + u1 * a1) + (u2 * a2 + u3 * a3)
         h_q += (u0 * b0 + u1 * b1) + (u2 * b2 + u3 * b3)
     return h_k, h_q
+
+
+@triton.jit
+def gate_entries(p_keys, decay, n_pending, o_key, row_in, K: tl.constexpr):
+    """Fold a gate into stored keys (KDA) where `read_pending` left that to the last of a head's programs."""
+    for i in range(0, n_pending, 4):
+        keys = load_four(p_keys, i, n_pending, o_key, row_in, K)
+        for n in tl.static_range(4):
+            store_entry(p_keys, p_keys, keys[n].to(tl.float32) * decay, i + n, n_pending, o_key, row_in, K, False, True)
+
+
+@triton.jit
+def arrive(p_count):
+    """Say that this program has read all that the last of a head's programs replaces."""
+    tl.debug_barrier()
+    tl.atomic_add(p_count, 1, sem="release")
+
+
+@triton.jit
+def await_parts(p_count, N: tl.constexpr):
+    """Wait for `arrive` of N programs, which all were started before this one, and set the count back."""
+    while tl.atomic_add(p_count, 0, sem="acquire") < N:
+        pass
+    tl.store(p_count, 0)
+    tl.debug_barrier()
 
 
 @triton.jit

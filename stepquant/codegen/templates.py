@@ -19,7 +19,7 @@ $imports
 $constants
 '''
 
-LOAD_PLACES = """    col, col_in = tile_columns(J, JP)
+LOAD_PLACES = """    col, col_in = tile_columns($columns)
     slot = tl.arange(0, KP)
     row_in = slot < K
     row = $row
@@ -124,8 +124,8 @@ $open    G: tl.constexpr = JP // GROUP if FOUR else 1
 $constants    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
     decay, beta = token_gate(raw_a, raw_dt, a_log), write_strength(raw_b)
     h_k, h_q = multiply_head(
-        bytes_of, first, p_r, c_read, x_k * decay, x_q * decay, slot, K, J, M, JP, E, G, UNIT, FULL, False, FOUR,
-        $planes
+        bytes_of, first, p_r, c_read, x_k * decay, x_q * decay, slot, K, J, M, JP, E, G, GROUPS, UNIT, FULL, False,
+        FOUR, $planes
     )
 $read_pivots    u = beta * (raw_v.to(tl.float32) - h_k)
     tl.store(p_out, (h_q + qk * u).to(p_out.dtype.element_ty), mask=col_in)

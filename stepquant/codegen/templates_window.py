@@ -27,15 +27,24 @@ PREFETCH_WINDOW = """    prefetch_bytes(p_us, n_pending * (V * p_us.dtype.elemen
 READ_CODES = '''
 @triton.jit
 def read_codes(
-    p_page, p_table, x_k, x_q, slot, col, col_in, FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
+    p_page, p_table, x_k, x_q, slot, col, col_in, i_part, PARTS: tl.constexpr,
+    FOUR: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr,
     NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
     """k^T S and q^T S of a head of integer rows, for k and q with all that depends on the row in them."""
-$open    G: tl.constexpr = JP // GROUP if FOUR else 1
-    bytes_of = open_planes(p_page, p_table, 4)
-    words = load_block(bytes_of, 0, J, M, E, 4, FULL, FOUR, $planes)
+$open    bytes_of = open_planes(p_page, p_table, 4)
+    words = load_block(bytes_of, i_part, J, M, E, 4, FULL, FOUR, $planes)
     c = tl.load(p_c + col, mask=col_in, other=0).to(tl.float32)
-    return multiply_head(bytes_of, words, p_r, c, x_k, x_q, slot, K, J, M, JP, E, G, UNIT, FULL, True, FOUR, $planes)
+    if PARTS > 1:  # a block each
+        return multiply_head(
+            bytes_of, words, p_r + i_part // BLOCKS * K, c, x_k, x_q, slot, K, J, M, JP // PARTS, E, 1, GROUPS, UNIT,
+            FULL, True, FOUR, $planes
+        )
+    else:
+        return multiply_head(
+            bytes_of, words, p_r, c, x_k, x_q, slot, K, J, M, JP, E, JP // GROUP if FOUR else 1, GROUPS, UNIT, FULL,
+            True, FOUR, $planes
+        )
 
 '''
 
@@ -44,25 +53,29 @@ READ = '''
 def read(
     pages, stride_page, table, row_w, row_limits, order, slots, stride_slot,
     q, stride_q, k, stride_k, v, stride_v, a, stride_a, b, stride_b, A_log, dt_bias, scale, out, stride_out,
-    buffers, phases, pending, keys, key_scale, us, u_scale, ratios, gammas, k_now, u_now,
-    L2NORM: tl.constexpr, FEW: tl.constexpr, ARCH: tl.constexpr,
+    buffers, phases, pending, keys, key_scale, us, u_scale, ratios, gammas, k_now, u_now, arrivals,
+    L2NORM: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr, ARCH: tl.constexpr,
 ):
-    """One decode step without writeback: program (n, h) reads head h of request n and appends its token.
+    """One decode step without writeback: program (n, h, part) reads head h of request n and appends its token.
 
-    FEW: ask for a head's bytes first (`kernel_plan.few_programs`).
+    FEW: ask for a head's bytes first (`kernel_plan.few_programs`). PARTS: programs that have a block of a head's
+    columns each (`kernel_plan.read_parts`), or 1; the last one replaces what all of them read (`await_parts`).
 
     `phases[n]` is the request's length mod W and `pending[n]` its entries, both before this token; a token at phase
     W - 1 is not appended but left to `fold` in `k_now` and `u_now`; its gate is folded into everything pending.
     """
     i_h, i_n = tl.program_id(1), tl.program_id(0).to(tl.int64)
+    i_part = 0
+    if PARTS > 1:
+        i_part = tl.program_id(2)
 $places$window    if i_slot < 0:
-        tl.store(out + i_n * stride_out + i_h * V + col, tl.zeros([VP], out.dtype.element_ty), mask=col_in)
+        tl.store(out + i_n * stride_out + i_h * V + col, tl.zeros([VP // PARTS], out.dtype.element_ty), mask=col_in)
         return
     p_page = pages + i_slot * stride_page
 $buffers    issue_loads()  # what was prefetched is on its way before anything is waited for
 $body$read_pivots    h_k, h_q = read_pending(
         h_k, h_q, x_k, x_q, decay, entries, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, o_key,
-        row_in, col, col_in, K, V, SHARED_KEYS, INT8,
+        row_in, col, col_in, K, V, SHARED_KEYS, INT8, PARTS == 1,
     )
     u = beta * (raw_v.to(tl.float32) - h_k)
     tl.store(out + i_n * stride_out + i_h * V + col, (h_q + qk * u).to(out.dtype.element_ty), mask=col_in)
@@ -70,13 +83,19 @@ $body$read_pivots    h_k, h_q = read_pending(
         tl.store(u_now + (i_n * H + i_h) * V + col, saturate(u, u_now), mask=col_in)
     else:
         store_entry(p_us, p_u_scale, u, n_pending, n_pending + 1, col, col_in, V, INT8)
+    if PARTS > 1:
+        p_arrivals = arrivals + i_n * H + i_h
+        if i_part < PARTS - 1:
+            arrive(p_arrivals)
+            return
+        await_parts(p_arrivals, PARTS - 1)
 $append
 '''
 
-NO_CODES = "    h_k, h_q = tl.zeros([VP], tl.float32), tl.zeros([VP], tl.float32)\n"
+NO_CODES = "    h_k, h_q = tl.zeros([VP // PARTS], tl.float32), tl.zeros([VP // PARTS], tl.float32)\n"
 
 READ_PIVOT_HEAD = """p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
-        h_k, h_q = multiply_pivots(p_pivots, $x, col, col_in, K, V, VP)"""
+        h_k, h_q = multiply_pivots(p_pivots, $x, col, col_in, K, V, VP // PARTS)"""
 
 LATE = """    i_phase = tl.load(phases + i_n)
     o_key = $key_index
@@ -111,7 +130,9 @@ APPEND_GDN = """    if i_h % (H // HK) == 0:
     tl.store(p_gamma, base)
 """
 
-APPEND_KDA = """    if i_phase == W - 1:
+APPEND_KDA = """    if PARTS > 1:
+        gate_entries(p_keys, decay, n_pending, o_key, row_in, K)
+    if i_phase == W - 1:
         tl.store(k_now + (i_n * H + i_h) * K + o_key, saturate(x_k, k_now), mask=row_in)
     else:
         store_entry(p_keys, p_key_scale, x_k, n_pending, n_pending + 1, o_key, row_in, K, INT8)

@@ -15,7 +15,7 @@ from torch import Tensor
 from stepquant.codec.spec import CodecSpec
 from stepquant.codegen.folds import list_folds
 from stepquant.codegen.generate import check_source, generate, load_source, source_hash
-from stepquant.codegen.kernel_plan import Launch, few_programs, launches_of
+from stepquant.codegen.kernel_plan import RESIDENT_READS, Launch, few_programs, launches_of, read_parts
 from stepquant.codegen.spec import KernelSpec, head_tables, power_of_two
 from stepquant.layout import PageLayout
 from stepquant.runtime.window import WindowBuffers, WindowSteps
@@ -60,6 +60,7 @@ class PackedKernels(WindowSteps):
         self.launches: dict[str, Launch] = {}  # in place of what is preferred at a batch
         self.tuned: Tuned = {}
         self.arch = _arch(self.device)
+        self.arrivals = torch.zeros(RESIDENT_READS, dtype=torch.int32, device=self.device)  # back at 0 after a read
 
     def step(
         self, layer: int, pages: Tensor, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
@@ -87,8 +88,9 @@ class PackedKernels(WindowSteps):
         """The first half of `window_step`: pages are not written, tokens that complete a window go to k_now, u_now."""
         token = _strided(q, k, v, a, b, A_log, dt_bias, scale, out)
         window = (rows, phases, pending, *buffers.arguments, buffers.k_now, buffers.u_now)
-        few = few_programs(self.spec, slots.shape[0])
-        self._launch("read", layer, pages, slots, *token, *window, l2norm, few)
+        batch = slots.shape[0]
+        choice = few_programs(self.spec, batch), read_parts(self.spec, batch)
+        self._launch("read", layer, pages, slots, *token, *window, self.arrivals, l2norm, *choice)
         return out
 
     def fold(
@@ -158,10 +160,11 @@ class PackedKernels(WindowSteps):
         """Programs of a kernel: neighbours run the same head, so that they run the same instructions.
 
         A fold's programs take one request after another of those that complete a window; an unpack's have a block of
-        columns each.
+        columns each, and those of a read of few requests.
         """
         requests = -(-batch // self.spec.window) if name == "fold" else batch
-        return requests, self.spec.num_heads, self.spec.blocks if name == "unpack" else 1
+        shares = {"unpack": self.spec.blocks, "read": read_parts(self.spec, batch)}
+        return requests, self.spec.num_heads, shares.get(name, 1)
 
 
 def _strided(

@@ -2,7 +2,8 @@
 
     python -m tests.codegen.compiled read|step|fold|fold_int8|dense NAME TARGET [LAUNCH]
 
-with the launch at that place of `launches_of`, or the first.
+with the launch at that place of `launches_of`, or the first. A read has a program for each block of columns, as of few
+requests, with the first launch; with the others, and in front of a fold, one a head.
 
 A process of its own, because the tests' own process has the building blocks decorated for Triton's interpreter.
 """
@@ -23,6 +24,7 @@ from stepquant.codec.recurrence import step
 from stepquant.codec.window import WriteWindow
 from stepquant.codegen.aot import build
 from stepquant.codegen.kernel_plan import launches_of
+from stepquant.runtime import step as runtime_step
 from stepquant.runtime.step import PackedKernels
 from stepquant.runtime.window import WindowBuffers
 from tests.codegen.cases import Case, relative
@@ -51,7 +53,7 @@ class Emulated(PackedKernels):
         if name in ("pack", "unpack"):
             *args, constants["stride_row"], constants["stride_col"] = args
         if name == "read":
-            *args, constants["FEW"] = args
+            *args, constants["FEW"], constants["PARTS"] = args
         key = f"{name} {constants}"
         if key not in self.compiled:
             built = build(self.spec, name, self.sources[name], self.target, launch, constants)
@@ -190,4 +192,6 @@ def case_of(recipe: str) -> Case:
 if __name__ == "__main__":
     check = CHECKS[sys.argv[1]]
     Emulated.place = int(sys.argv[4]) if len(sys.argv) > 4 else 0
+    if sys.argv[1] != "read" or Emulated.place > 0:
+        runtime_step.read_parts = lambda spec, batch: 1  # as of a large batch
     print(json.dumps(check(case_of(sys.argv[2]), sys.argv[3])))

@@ -148,6 +148,21 @@ class Program(Registers):
         values = np.stack([self.read(name)[on] for name in names], -1).astype(f"u{size}")
         space[address[:, None] + np.arange(size * len(names))] = values.view(np.uint8)
 
+    def op_atom(self, mods: list[str], o: list[str], on: np.ndarray) -> None:
+        """Adding to a word of global memory, by one thread at most."""
+        assert "add" in mods and mods[-1] == "u32" and on.sum() <= 1, mods
+        address = self._address(o[1])[on]
+        self._check(address, 4, self.memory.bytes)
+        bytes_of = address[:, None] + np.arange(4)
+        before = self.memory.bytes[bytes_of].view("u4")
+        self.memory.bytes[bytes_of] = (before + self.read(o[2])[on].astype("u4")[:, None]).view(np.uint8)
+        if o[0]:
+            self.set(o[0], np.resize(before, self.count).astype(np.uint64), on)
+
+    def op_red(self, mods: list[str], o: list[str], on: np.ndarray) -> None:
+        """The same, with nobody asking what was there."""
+        self.op_atom(mods, ["", *o], on)
+
     def _matrices(self, mods: list[str], text: str) -> np.ndarray:
         """Byte addresses `[warps, matrices, 8 rows]` of the 8 x 8 matrices of halves that a warp's threads point to."""
         count = int(next(m for m in mods if m in ("x1", "x2", "x4"))[1])

@@ -11,7 +11,7 @@ import pytest
 
 from stepquant.codec.spec import CodecSpec
 from stepquant.codegen.generate import GENERATOR_VERSION, generate, source_hash
-from stepquant.codegen.kernel_plan import GPUS, LAUNCHES, KernelPlan, Launch, few_programs, launches_of
+from stepquant.codegen.kernel_plan import GPUS, LAUNCHES, KernelPlan, Launch, few_programs, launches_of, read_parts
 from stepquant.codegen.spec import KernelSpec, head_tables
 from stepquant.errors import ArtifactError, BackendError
 from stepquant.layout import PageLayout, StateShape
@@ -98,6 +98,8 @@ def test_reads_ask_for_bytes_first_where_programs_are_few_or_rows_differ() -> No
     """48 heads: 44 requests have 2,112 programs, as many as 132 multiprocessors hold of 16 warps each."""
     gdn = KernelSpec("gdn", 48, 16, 128, 128, (4, 6), True, False, "none", False)
     assert [few_programs(gdn, batch) for batch in (1, 44, 45, 512)] == [True, True, False, False]
+    assert [read_parts(gdn, batch) for batch in (1, 11, 12, 512)] == [4, 4, 1, 1]
+    assert read_parts(replace(gdn, buffer="int8"), 1) == read_parts(replace(gdn, value_dim=192), 1) == 1
     assert few_programs(replace(gdn, family="kda", uniform=False), 512)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from stepquant.codec.window import WriteWindow
+from stepquant.runtime import step as runtime_step
 from stepquant.runtime.window import WindowBuffers, bytes_per_request
 from tests.codegen.cases import Case, relative
 
@@ -57,6 +58,32 @@ def test_window(name: str, K: int, V: int, window: int, buffer: str) -> None:
     assert flipped <= 1e-4 * total
     assert torch.equal(pages[[0, 1, 3]], poisoned[[0, 1, 3]])
     assert all(bool(x[1].isnan().all()) for x in everything if x.is_floating_point())  # a row that nobody owns
+
+
+@pytest.mark.parametrize(("name", "K", "V"), [("qwen_4bit", 32, 128), ("qwen_6bit", 48, 64), ("kimi_6bit", 32, 128)])
+def test_parts_of_a_head(name: str, K: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program for each block of columns (few requests) does what one for a head does, and leaves no count behind."""
+    case = Case.make(name, K, V)
+    kernels = case.kernels(4)
+    pages = case.torch_codec.pack(case.states(3))
+    slots, rows = torch.tensor([2, -1, 0], dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)
+    phases = torch.tensor([1, 2, 3], dtype=torch.int32)  # the last completes its window
+    found = []
+    for parts in (V // 32, 1):
+        monkeypatch.setattr(runtime_step, "read_parts", lambda spec, batch, parts=parts: parts)
+        torch.manual_seed(0)
+        buffers = WindowBuffers.allocate(kernels.spec, 3, "cpu")
+        changed = (buffers.keys, buffers.us, buffers.ratios, buffers.gammas, buffers.k_now, buffers.u_now)
+        for x in changed:
+            x.copy_(torch.rand(x.shape) * 0.1)
+        token = case.token(3, seed=5)
+        kernels.read(0, pages, slots, **token, buffers=buffers, rows=rows, phases=phases, pending=phases)
+        found.append((token["out"], *changed))
+    monkeypatch.undo()
+    assert runtime_step.read_parts(kernels.spec, 3) == V // 32
+    assert not kernels.arrivals.any()
+    for part, whole in zip(*found, strict=True):
+        torch.testing.assert_close(part, whole, rtol=1e-5, atol=1e-7)
 
 
 def test_flush_with_nothing_pending_changes_nothing() -> None:
