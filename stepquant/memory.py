@@ -68,7 +68,7 @@ def window_bytes(geometry: Geometry, length: int, dtype: str) -> int:
     The token that completes a window is folded as it is read, so W tokens need W - 1 entries. A pending token keeps u
     for every value head and k for every key head; KDA folds gates into its keys, which are then the head's own. The
     packed state's own decay is one FP32 vector (KDA) or number (GDN) a head; GDN also keeps one FP32 ratio a token and
-    value head. INT8 vectors carry one FP16 scale each.
+    value head, and both twice (`stepquant.runtime.window`). INT8 vectors carry one FP16 scale each.
     """
     if length == 1:
         return 0
@@ -78,5 +78,5 @@ def window_bytes(geometry: Geometry, length: int, dtype: str) -> int:
     if geometry.family == "kda":
         keys, ratios, decay = heads * (geometry.key_dim * item + scale), 0, heads * geometry.key_dim * 4
     else:
-        keys, ratios, decay = geometry.num_key_heads * (geometry.key_dim * item + scale), heads * 4, heads * 4
+        keys, ratios, decay = geometry.num_key_heads * (geometry.key_dim * item + scale), heads * 8, heads * 8
     return geometry.num_delta_layers * (entries * (values + keys + ratios) + decay)

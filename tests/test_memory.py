@@ -111,12 +111,12 @@ def test_window_buffers():
     """7 pending tokens at W = 8: by hand, and in bits a state value."""
     assert window_bytes(GDN, 1, "fp16") == window_bytes(KDA, 1, "bf16") == 0
     for dtype in ("fp16", "bf16"):
-        assert window_bytes(GDN, 8, dtype) == 48 * (7 * (48 * 128 * 2 + 16 * 128 * 2 + 48 * 4) + 48 * 4)
+        assert window_bytes(GDN, 8, dtype) == 48 * (7 * (48 * 128 * 2 + 16 * 128 * 2 + 48 * 8) + 48 * 8)
         assert window_bytes(KDA, 8, dtype) == 20 * (7 * 32 * 2 * 128 * 2 + 32 * 128 * 4)
     # Design 2.5 counts 8 entries, 1.33 and 2.25 bits a state value at W = 8; the last one is never stored.
     assert 8 * window_bytes(GDN, 8, "fp16") / GDN.elements == pytest.approx(1.33 * 7 / 8, abs=0.02)
     assert 8 * window_bytes(KDA, 8, "fp16") / KDA.elements == pytest.approx(0.25 + 2.0 * 7 / 8, abs=0.02)
-    assert window_bytes(GDN, 8, "int8") == 48 * (7 * (48 * 130 + 16 * 130 + 48 * 4) + 48 * 4)
+    assert window_bytes(GDN, 8, "int8") == 48 * (7 * (48 * 130 + 16 * 130 + 48 * 8) + 48 * 8)
     assert window_bytes(GDN, 8, "fp32") > 1.9 * window_bytes(GDN, 8, "fp16")
 
 

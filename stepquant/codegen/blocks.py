@@ -108,17 +108,17 @@ def _largest(inv_top, BITS: tl.constexpr):
 
 
 @triton.jit
-def fit_block(x, inv_rho, weight, inv_top, step, BITS: tl.constexpr, FOUR: tl.constexpr, REFITS: tl.constexpr):
+def fit_block(y, weight, inv_top, step, BITS: tl.constexpr, FOUR: tl.constexpr, REFITS: tl.constexpr):
     """Column scales and codes of a block.
 
     Args:
-        x: the state tile ``[h, (e, l), n]``, FP32; inv_rho, weight, inv_top and step are `fit_rows`'.
+        y: the state tile ``[h, (e, l), n]`` in units of row factors and codes, FP32; weight, inv_top and step are
+            `fit_rows`'.
 
     Returns:
         Codes in the lower halves of int32, in units of an 8-bit code where rows have precisions of their own (four
         levels: as `four_code` has them), after a refit not clamped yet; and c in FP16, ``[h, (e, l)]``.
     """
-    y = x * inv_rho
     if FOUR:
         bound = max_slots(tl.abs(y)) * (1.0 / 3.0)
     elif BITS > 0:

@@ -28,9 +28,9 @@ BLOCKS = {
     "blocks": ("fit_block", "fit_rows", "issue_loads", "load_constants", "load_factors", "load_packed", "packed_tile",
                "pivot_place", "read_pivots", "saturate_half", "softplus", "store_codes", "update_pivots"),
     "dense": ("line_tile", "pack_pivot_head", "pack_pivots", "pivot_lines", "row_place"),
-    "matrix": ("add_triple", "multiply_head", "multiply_pivots"),
-    "pending": ("add_window", "arrive", "await_parts", "fold_pivots", "gate_entries", "key_operands", "load_entries", "load_operands", "read_pending",
-                "saturate", "store_entry", "value_operands"),
+    "matrix": ("add_triple", "multiply_head", "multiply_pivots", "read_factors"),
+    "pending": ("add_window", "arrive", "await_parts", "fold_pivots", "gate_entries", "key_operands", "load_entries",
+                "load_operands", "read_pending", "saturate", "store_entry", "value_operands"),
     "planes": ("load_block", "open_planes", "prefetch_bytes", "prefetch_head"),
     "table": ("T_BITS", "T_COLUMN", "T_PIVOT", "T_PIVOTS", "T_ROW", "table_offset"),
     "words": ("exponential", "inverse_root"),
@@ -163,8 +163,11 @@ def _dispatch(spec: KernelSpec, call: str, pivots: str) -> str:
     return "".join(lines)
 
 
-def _fit(spec: KernelSpec, load: str, tile: str, base: str) -> dict[str, str]:
-    """The lines of a body that fits: blocks of columns by `load` and `tile`, row factors times `base` in them."""
+def _fit(spec: KernelSpec, load: str, tile: str, base: str, following: str = "") -> dict[str, str]:
+    """The lines of a body that fits: blocks of columns by `load` and `tile`, row factors times `base` in them.
+
+    following: what becomes of a block once row factors are known, where that is not `tile` times their inverse.
+    """
 
     def lines(text: str, level: int, b: str, name: str = "block") -> str:
         return indent(Template(text).safe_substitute(b=b, name=name, planes=PLANES), level * INDENT)
@@ -178,7 +181,9 @@ def _fit(spec: KernelSpec, load: str, tile: str, base: str) -> dict[str, str]:
     )
     fit = Template(t.FIT).substitute(
         load_following=lines(load, 3, "following"),
-        tile_following=lines(tile, 4, "following"),
+        tile_following=lines(following or tile, 4, "following"),
+        scale_rows=t.SCALE_ROWS if following else "",
+        scale_block="" if following else t.SCALE_BLOCK,
         mask_pivots=t.MASK_PIVOTS if spec.pivots == "rows" else "",
         next_factors=indent(factors, 2 * INDENT),
         planes=PLANES,
@@ -197,9 +202,9 @@ def _fit(spec: KernelSpec, load: str, tile: str, base: str) -> dict[str, str]:
 def _step(spec: KernelSpec) -> str:
     rows, kda = spec.pivots == "rows", spec.family == "kda"
     vector = "decay" if kda else "decay + tl.zeros([KP], tl.float32)"
-    tile = t.PACKED_TILE + "x += key * block_vector(u, $b, JP, E)\n"
+    tile, following = (t.PACKED_TILE + f"x += {x} * block_vector(u, $b, JP, E)\n" for x in ("key", "key_in_units"))
     body = Template(t.STEP).substitute(
-        _fit(spec, t.PACKED_LOAD, tile, "decay[None, :]" if kda else "decay"),
+        _fit(spec, t.PACKED_LOAD, tile, "decay[None, :]" if kda else "decay", following),
         read_pivots=t.READ_PIVOTS.replace("$decay", vector) if rows else "",
         update_pivots=t.UPDATE_PIVOTS.replace("u, decay", f"u, {vector}") if rows else "",
     )
@@ -243,9 +248,10 @@ def _keys(spec: KernelSpec) -> dict[str, str]:
     return {"key_heads": "H", "key_head": "i_h"} if spec.family == "kda" else KEY_HEAD
 
 
-def _buffers(spec: KernelSpec) -> str:
-    """Where the pending tokens of a request and head are."""
-    return Template(tw.BUFFERS).substitute(_keys(spec), gamma_width=" * K" if spec.family == "kda" else "")
+def _buffers(spec: KernelSpec, now: bool = False) -> str:
+    """Where the pending tokens of a request and head are; `now`: with the token just read."""
+    gates = tw.GATES_KDA if spec.family == "kda" else tw.GATES_GDN.replace("$turn", f"n_pending + {int(now)}")
+    return Template(tw.BUFFERS).substitute(_keys(spec), gates=gates)
 
 
 def _gamma(spec: KernelSpec, now: bool = False) -> str:
@@ -272,15 +278,17 @@ def _read(spec: KernelSpec) -> str:
         dispatch = tw.NO_CODES + dispatch
     late = Template(tw.LATE).substitute(key_index="slot" if kda else "row")
     token = _token(spec, "J, JP, PARTS, i_part")
+    prefetch = Template(tw.PREFETCH_HEAD).substitute(part=", PARTS, i_part")
     body = Template(tw.BODY_KDA if kda else tw.BODY_GDN).substitute(
         token, gamma=_gamma(spec), dispatch=dispatch, late=late
     )
     return functions + Template(tw.READ).substitute(
         places=token["places"],
         window=tw.LOAD_WINDOW,
-        buffers=_buffers(spec) + "    if FEW:\n" + indent(tw.PREFETCH_HEAD, INDENT) + tw.PREFETCH_WINDOW,
+        buffers=_buffers(spec) + "    if FEW:\n" + indent(prefetch, INDENT) + tw.PREFETCH_WINDOW,
         body=body,
         read_pivots=read_pivots,
+        arrive=tw.ARRIVE_KDA if kda else "",
         append=tw.APPEND_KDA if kda else tw.APPEND_GDN,
     )
 
@@ -308,7 +316,8 @@ def _fold(spec: KernelSpec, kernel: str, now: bool) -> str:
     elif spec.pivots == "heads":
         functions += tw.FOLD_PIVOT_HEAD
     window = tw.LOAD_WINDOW
-    buffers = _buffers(spec) + tw.PREFETCH_HEAD + tw.PREFETCH_WINDOW + _gamma(spec, now)
+    buffers = _buffers(spec, now) + Template(tw.PREFETCH_HEAD).substitute(part="")
+    buffers += tw.PREFETCH_WINDOW + _gamma(spec, now)
     if now:
         window, buffers, dispatch = indent(window, INDENT), indent(buffers, 2 * INDENT), indent(dispatch, 2 * INDENT)
     return functions + Template(kernel).substitute(_keys(spec), window=window, buffers=buffers, dispatch=dispatch)

@@ -139,26 +139,28 @@ def add_digits(x):
 @triton.jit
 def multiply_blocks(
     planes, words, t, FIRST: tl.constexpr, COUNT: tl.constexpr, J: tl.constexpr, M: tl.constexpr, E: tl.constexpr,
-    FULL: tl.constexpr,
+    FULL: tl.constexpr, AHEAD: tl.constexpr,
     FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
     """The same of `COUNT` blocks, a power of two, ``[h, (b, e, l), 8]``, and the words of the block that follows.
 
-    A block's words are loaded before the block in front of it is multiplied, unless rows differ in precision: then a
-    block has words of every plane, which take too many registers.
+    AHEAD: a block's words are loaded before the block in front of it is multiplied. Where rows differ in precision a
+    block has words of every plane, and a single warp has not the registers for two of them.
     """
     if COUNT == 1:
         following = words
-        if FULL and FIRST + 1 < J // (8 * E):
+        if AHEAD and FIRST + 1 < J // (8 * E):
             following = load_block(planes, FIRST + 1, J, M, E, 4, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO)
-        if not FULL and FIRST > 0 and FIRST < J // (8 * E):
+        if not AHEAD and FIRST > 0 and FIRST < J // (8 * E):
             words = load_block(planes, FIRST, J, M, E, 4, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO)
         x = multiply_block(words, t, M, E, FOUR, NIBBLES, EIGHT, SIX, TWO)
     else:
         HALF: tl.constexpr = COUNT // 2
-        x0, following = multiply_blocks(planes, words, t, FIRST, HALF, J, M, E, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO)
+        x0, following = multiply_blocks(
+            planes, words, t, FIRST, HALF, J, M, E, FULL, AHEAD, FOUR, NIBBLES, EIGHT, SIX, TWO
+        )
         x1, following = multiply_blocks(
-            planes, following, t, FIRST + HALF, HALF, J, M, E, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO
+            planes, following, t, FIRST + HALF, HALF, J, M, E, FULL, AHEAD, FOUR, NIBBLES, EIGHT, SIX, TWO
         )
         x = join_blocks(x0, x1)
     return x, following
@@ -203,7 +205,10 @@ def multiply_group(
     t0, t1 = to_integers(k0, scale_k), to_integers(q0, scale_q)
     t = digits(t0, t1, to_integers(k1, scale_k), to_integers(q1, scale_q), M, FOUR, ALONE)
     COUNT: tl.constexpr = JP // (8 * E * G)
-    x, words = multiply_blocks(planes, words, t, FIRST * COUNT, COUNT, J, M, E, FULL, FOUR, NIBBLES, EIGHT, SIX, TWO)
+    AHEAD: tl.constexpr = FULL or not ALONE
+    x, words = multiply_blocks(
+        planes, words, t, FIRST * COUNT, COUNT, J, M, E, FULL, AHEAD, FOUR, NIBBLES, EIGHT, SIX, TWO
+    )
     return add_digits(x) * tl.where(tl.arange(0, 2) == 0, top_k, top_q)[None, None, :], words
 
 
@@ -211,8 +216,8 @@ def multiply_group(
 def multiply_groups(
     planes, words, factors, p_r, x_k, x_q, slot, FIRST: tl.constexpr, COUNT: tl.constexpr, K: tl.constexpr,
     J: tl.constexpr, M: tl.constexpr, JP: tl.constexpr, E: tl.constexpr, G: tl.constexpr, GROUPS: tl.constexpr,
-    UNIT: tl.constexpr, FULL: tl.constexpr, ALONE: tl.constexpr, FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr,
-    SIX: tl.constexpr, TWO: tl.constexpr,
+    UNIT: tl.constexpr, FULL: tl.constexpr, ALONE: tl.constexpr, FOUR: tl.constexpr, NIBBLES: tl.constexpr,
+    EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
     """The same of `COUNT` groups, a power of two; factors: of the first."""
     if COUNT == 1:
@@ -223,8 +228,8 @@ def multiply_groups(
         HALF: tl.constexpr = COUNT // 2
         later = read_factors(p_r, slot, FIRST + HALF, K, GROUPS, FOUR)
         x0, words = multiply_groups(
-            planes, words, factors, p_r, x_k, x_q, slot, FIRST, HALF, K, J, M, JP, E, G, GROUPS, UNIT, FULL, ALONE, FOUR,
-            NIBBLES, EIGHT, SIX, TWO,
+            planes, words, factors, p_r, x_k, x_q, slot, FIRST, HALF, K, J, M, JP, E, G, GROUPS, UNIT, FULL, ALONE,
+            FOUR, NIBBLES, EIGHT, SIX, TWO,
         )  # fmt: skip
         x1, words = multiply_groups(
             planes, words, later, p_r, x_k, x_q, slot, FIRST + HALF, HALF, K, J, M, JP, E, G, GROUPS, UNIT, FULL, ALONE,
@@ -236,7 +241,7 @@ def multiply_groups(
 
 @triton.jit
 def multiply_head(
-    planes, words, p_r, c, x_k, x_q, slot, K: tl.constexpr, J: tl.constexpr, M: tl.constexpr, JP: tl.constexpr,
+    planes, words, factors, p_r, c, x_k, x_q, slot, K: tl.constexpr, J: tl.constexpr, M: tl.constexpr, JP: tl.constexpr,
     E: tl.constexpr, G: tl.constexpr, GROUPS: tl.constexpr, UNIT: tl.constexpr, FULL: tl.constexpr,
     ALONE: tl.constexpr, FOUR: tl.constexpr, NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr,
     TWO: tl.constexpr,
@@ -244,11 +249,10 @@ def multiply_head(
     """k^T S and q^T S of a head, compact columns, for compact rows `x_k` and `x_q` with all gates in them.
 
     JP, G: compact columns of a half and row factors that they have, of the GROUPS that the page has; of a single block
-    the caller says which, by `words` and `p_r`.
-    words: of block 0, loaded by the caller ahead of everything that takes time; ALONE as in `digits`.
+    the caller says which, by `words` and `factors`.
+    words, factors: of the first block and group (`read_factors`), loaded by the caller ahead of everything that takes
+    time; ALONE as in `digits`.
     """
-    factors = read_factors(p_r, slot, 0, K, GROUPS, FOUR)
-    issue_loads()  # the words with the factors, not after them
     x, words = multiply_groups(
         planes, words, factors, p_r, x_k, x_q, slot, 0, G, K, J, M, JP, E, G, GROUPS, UNIT, FULL, ALONE, FOUR,
         NIBBLES, EIGHT, SIX, TWO,
@@ -267,19 +271,38 @@ def half_columns(k, q, slot):
 
 
 @triton.jit
-def multiply_pivots(p_pivots, x_k, x_q, col, col_in, K: tl.constexpr, V: tl.constexpr, VP: tl.constexpr):
+def all_half_columns(k, q):
+    """The same of all slots in their order: nothing to gather."""
+    k0, k1 = split_half(k, True)
+    q0, q1 = split_half(q, True)
+    x = tl.join(tl.join(k0, k1), tl.join(q0, q1))
+    x = tl.permute(tl.join(x, tl.zeros_like(x)), (0, 3, 2, 1))
+    return tl.reshape(x, (k.shape[0], 8))
+
+
+@triton.jit
+def multiply_pivots(
+    p_pivots, x_k, x_q, col, col_in, K: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
     """k^T S and q^T S of a head that is kept in FP16, compact columns, for compact rows as in `multiply_head`.
 
-    Each vector is split into two halves, in units of its largest entry: the error is 2^-22 of that. For one or two
-    warps: of four Triton makes a product of Hopper's warp groups, through shared memory.
+    Each vector is split into two halves, in units of its largest entry: the error is 2^-22 of that. Sixteen rows at a
+    time, and of a part's few columns all of them. For one or two warps: of four Triton makes a product of Hopper's warp
+    groups, through shared memory.
     """
+    ROWS: tl.constexpr = 16 if PARTS == 1 else x_k.shape[0]
     x_k, x_q = x_k.to(tl.float32), x_q.to(tl.float32)
     top_k, top_q = largest(tl.abs(x_k), tl.abs(x_q))
     k, q = x_k * reciprocal(top_k), x_q * reciprocal(top_q)
-    o_p = tl.arange(0, 16)
-    p, acc = p_pivots + o_p[None, :] * V + col[:, None], tl.zeros([VP, 8], tl.float32)
-    for first in tl.range(0, K, 16, num_stages=1):
-        x = tl.load(p + first * V, mask=col_in[:, None] & (first + o_p < K)[None, :], other=0)
-        acc = tl.dot(x, half_columns(k, q, first + o_p), acc)
-    h_k, h_q = tl.split(tl.sum(tl.sum(tl.reshape(acc, (VP, 2, 2, 2)), 3), 1))
+    o_p = tl.arange(0, ROWS)
+    p, acc = p_pivots + o_p[None, :] * V + col[:, None], tl.zeros([VP // PARTS, 8], tl.float32)
+    if PARTS > 1:
+        x = tl.load(p, mask=col_in[:, None] & (o_p < K)[None, :], other=0)
+        issue_loads()
+        acc = tl.dot(x, all_half_columns(k, q), acc)
+    else:
+        for first in tl.range(0, K, ROWS, num_stages=1):
+            x = tl.load(p + first * V, mask=col_in[:, None] & (first + o_p < K)[None, :], other=0)
+            acc = tl.dot(x, half_columns(k, q, first + o_p), acc)
+    h_k, h_q = tl.split(tl.sum(tl.sum(tl.reshape(acc, (VP // PARTS, 2, 2, 2)), 3), 1))
     return h_k * top_k, h_q * top_q

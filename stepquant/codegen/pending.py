@@ -143,15 +143,18 @@ def gate_entries(p_keys, decay, n_pending, o_key, row_in, K: tl.constexpr):
 
 @triton.jit
 def arrive(p_count):
-    """Say that this program has read all that the last of a head's programs replaces."""
+    """Say that this program has read all that the last of a head's programs replaces.
+
+    Without a fence: what has been read, and used, cannot change any more, and nothing written here is read there.
+    """
     tl.debug_barrier()
-    tl.atomic_add(p_count, 1, sem="release")
+    tl.atomic_add(p_count, 1, sem="relaxed")
 
 
 @triton.jit
 def await_parts(p_count, N: tl.constexpr):
     """Wait for `arrive` of N programs, which all were started before this one, and set the count back."""
-    while tl.atomic_add(p_count, 0, sem="acquire") < N:
+    while tl.atomic_add(p_count, 0, sem="relaxed") < N:
         pass
     tl.store(p_count, 0)
     tl.debug_barrier()

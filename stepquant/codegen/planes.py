@@ -48,9 +48,11 @@ def _plane(p_page, p_table, column: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def prefetch_head(p_page, p_table):
-    """Ask for a head's part of a page."""
-    prefetch_bytes(p_page + table_offset(p_table, T_HEAD), tl.load(p_table + T_BYTES), 128)
+def prefetch_head(p_page, p_table, PARTS: tl.constexpr = 1, i_part=0):
+    """Ask for a head's part of a page, one of PARTS programs for a share of it."""
+    SHARE: tl.constexpr = 128 // PARTS
+    o = 128 * SHARE * i_part
+    prefetch_bytes(p_page + table_offset(p_table, T_HEAD) + o, tl.load(p_table + T_BYTES) - o, SHARE)
 
 
 @triton.jit

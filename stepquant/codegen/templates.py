@@ -95,12 +95,12 @@ FIT = """        r, inv_rho, weight, inv_top, step = fit_rows(
             total, constants, M, HG, COLUMNS, BITS == 0
         )
 $mask_pivots        tl.store(q_r, r, mask=r_in)
-        if GROUPS > 1:
+$scale_rows        if GROUPS > 1:
             q_r, r_in = load_factors(p_r, g + 1, slot, K, GROUPS, HG)
             r_in = r_in & (g + 1 < GROUPS)
 $next_factors        for b in tl.range(g * BLOCKS, (g + 1) * BLOCKS, num_stages=1):
             following = tl.minimum(b + 1, GROUPS * BLOCKS - 1)
-$load_following            q, c = fit_block(x, inv_rho, weight, inv_top, step, BITS, FOUR, FITS)
+$load_following$scale_block            q, c = fit_block(x, weight, inv_top, step, BITS, FOUR, FITS)
             store_codes(planes, b, p_c, q, c, p_limits, K, J, M, E, FULL, BITS, ARCH, FITS, FOUR, $planes)
             if b + 1 < (g + 1) * BLOCKS:
 $tile_following"""
@@ -108,6 +108,9 @@ MASK_PIVOTS = "        r = tl.where((slot < K - tl.load(p_table + T_PIVOTS))[Non
 # Of a block $b: everything that has to be loaded, as $name, and the float tile that becomes of it.
 PACKED_LOAD = "$name = load_packed(planes, $b, p_c, J, M, E, FULL, FOUR, $planes)\n"
 PACKED_TILE = "x = packed_tile($name, rho, M, E, FOUR, $planes)\n"
+# Blocks in units of the new row factors, which is what is fitted; a step's tiles are made in them from the second on.
+SCALE_BLOCK = "            x = x * inv_rho\n"
+SCALE_ROWS = "        x, rho, key_in_units = x * inv_rho, rho * inv_rho, key * inv_rho\n"
 
 STEP = '''
 @triton.jit
@@ -120,15 +123,18 @@ def step_codes(
 $open    G: tl.constexpr = JP // GROUP if FOUR else 1
     bytes_of = open_planes(p_page, p_table, 4)
     first = load_block(bytes_of, 0, J, M, E, 4, FULL, FOUR, $planes)
+    factors = read_factors(p_r, slot, 0, K, GROUPS, FOUR)
     c_read = tl.load(p_c + col, mask=col_in, other=0).to(tl.float32)
+    issue_loads()
 $constants    x_q, x_k, qk, norm_q, norm_k = token_vectors(raw_q, raw_k, scale, L2NORM)
     decay, beta = token_gate(raw_a, raw_dt, a_log), write_strength(raw_b)
     h_k, h_q = multiply_head(
-        bytes_of, first, p_r, c_read, x_k * decay, x_q * decay, slot, K, J, M, JP, E, G, GROUPS, UNIT, FULL, False,
-        FOUR, $planes
+        bytes_of, first, factors, p_r, c_read, x_k * decay, x_q * decay, slot, K, J, M, JP, E, G, GROUPS, UNIT, FULL,
+        False, FOUR, $planes
     )
 $read_pivots    u = beta * (raw_v.to(tl.float32) - h_k)
     tl.store(p_out, (h_q + qk * u).to(p_out.dtype.element_ty), mask=col_in)
+    u = tl.gather(u, tl.arange(0, VP), 0)  # out of a layout in which blocks are expensive to find
     key = spread_rows(x_k[None, :], M, 1)
 $first    for g in tl.range(0, GROUPS, num_stages=1):
 $factors$sums$fit$update_pivots
@@ -168,6 +174,7 @@ def step(
     """One decode step: program (n, h) updates head h of request n, whose page is `slots[n]`; -1 gives zeros."""
     i_h, i_n = tl.program_id(1), tl.program_id(0).to(tl.int64)
 $places    p_out = out + i_n * stride_out + i_h * V + col
+    issue_loads()
     if i_slot < 0:
         tl.store(p_out, tl.zeros([VP], out.dtype.element_ty), mask=col_in)
         return

@@ -10,14 +10,20 @@ BUFFERS = """    p_us = us + (i_buffer * H + i_h) * ((W - 1) * V)
     p_u_scale = u_scale + (i_buffer * H + i_h) * (W - 1)
     p_keys = keys + (i_buffer * $key_heads + $key_head) * ((W - 1) * K)
     p_key_scale = key_scale + (i_buffer * $key_heads + $key_head) * (W - 1)
-    p_ratio = ratios + (i_buffer * H + i_h) * (W - 1)
-    p_gamma = gammas + (i_buffer * H + i_h)$gamma_width
+$gates"""
+
+GATES_KDA = """    p_ratio, p_gamma = ratios, gammas + (i_buffer * H + i_h) * K
+"""
+
+# Ratios and gate take turns between two places: what a token replaces, other programs of its head may still read.
+GATES_GDN = """    p_ratio = ratios + ((i_buffer * H + i_h) * 2 + ($turn) % 2) * (W - 1)
+    p_gamma = gammas + (i_buffer * H + i_h) * 2 + ($turn) % 2
 """
 
 LOAD_GAMMA = """    gamma = tl.load(p_gamma$gamma_index, mask=$gamma_mask, other=1.0)
 """
 
-PREFETCH_HEAD = """    prefetch_head(p_page, p_table)
+PREFETCH_HEAD = """    prefetch_head(p_page, p_table$part)
 """
 
 PREFETCH_WINDOW = """    prefetch_bytes(p_us, n_pending * (V * p_us.dtype.element_ty.primitive_bitwidth // 8), 32)
@@ -34,16 +40,18 @@ def read_codes(
     """k^T S and q^T S of a head of integer rows, for k and q with all that depends on the row in them."""
 $open    bytes_of = open_planes(p_page, p_table, 4)
     words = load_block(bytes_of, i_part, J, M, E, 4, FULL, FOUR, $planes)
+    factors = read_factors(p_r, slot, i_part // BLOCKS, K, GROUPS, FOUR)
     c = tl.load(p_c + col, mask=col_in, other=0).to(tl.float32)
+    issue_loads()
     if PARTS > 1:  # a block each
         return multiply_head(
-            bytes_of, words, p_r + i_part // BLOCKS * K, c, x_k, x_q, slot, K, J, M, JP // PARTS, E, 1, GROUPS, UNIT,
+            bytes_of, words, factors, p_r, c, x_k, x_q, slot, K, J, M, JP // PARTS, E, 1, GROUPS, UNIT,
             FULL, True, FOUR, $planes
         )
     else:
         return multiply_head(
-            bytes_of, words, p_r, c, x_k, x_q, slot, K, J, M, JP, E, JP // GROUP if FOUR else 1, GROUPS, UNIT, FULL,
-            True, FOUR, $planes
+            bytes_of, words, factors, p_r, c, x_k, x_q, slot, K, J, M, JP, E, JP // GROUP if FOUR else 1, GROUPS, UNIT,
+            FULL, True, FOUR, $planes
         )
 
 '''
@@ -58,8 +66,9 @@ def read(
 ):
     """One decode step without writeback: program (n, h, part) reads head h of request n and appends its token.
 
-    FEW: ask for a head's bytes first (`kernel_plan.few_programs`). PARTS: programs that have a block of a head's
-    columns each (`kernel_plan.read_parts`), or 1; the last one replaces what all of them read (`await_parts`).
+    FEW: ask for a head's bytes first (`kernel_plan.few_programs`). PARTS: programs that have a block of its columns
+    each (`kernel_plan.read_parts`), or 1; the last one writes what they have in common, and of KDA replaces keys once
+    the others have read them (`await_parts`).
 
     `phases[n]` is the request's length mod W and `pending[n]` its entries, both before this token; a token at phase
     W - 1 is not appended but left to `fold` in `k_now` and `u_now`; its gate is folded into everything pending.
@@ -68,7 +77,8 @@ def read(
     i_part = 0
     if PARTS > 1:
         i_part = tl.program_id(2)
-$places$window    if i_slot < 0:
+$places$window    issue_loads()
+    if i_slot < 0:
         tl.store(out + i_n * stride_out + i_h * V + col, tl.zeros([VP // PARTS], out.dtype.element_ty), mask=col_in)
         return
     p_page = pages + i_slot * stride_page
@@ -77,25 +87,22 @@ $body$read_pivots    h_k, h_q = read_pending(
         h_k, h_q, x_k, x_q, decay, entries, p_keys, p_key_scale, p_us, p_u_scale, p_ratio, n_pending, o_key,
         row_in, col, col_in, K, V, SHARED_KEYS, INT8, PARTS == 1,
     )
-    u = beta * (raw_v.to(tl.float32) - h_k)
+$arrive    u = beta * (raw_v.to(tl.float32) - h_k)
     tl.store(out + i_n * stride_out + i_h * V + col, (h_q + qk * u).to(out.dtype.element_ty), mask=col_in)
     if i_phase == W - 1:
         tl.store(u_now + (i_n * H + i_h) * V + col, saturate(u, u_now), mask=col_in)
     else:
         store_entry(p_us, p_u_scale, u, n_pending, n_pending + 1, col, col_in, V, INT8)
     if PARTS > 1:
-        p_arrivals = arrivals + i_n * H + i_h
         if i_part < PARTS - 1:
-            arrive(p_arrivals)
             return
-        await_parts(p_arrivals, PARTS - 1)
 $append
 '''
 
 NO_CODES = "    h_k, h_q = tl.zeros([VP // PARTS], tl.float32), tl.zeros([VP // PARTS], tl.float32)\n"
 
 READ_PIVOT_HEAD = """p_pivots = (p_page + table_offset(p_table, T_PIVOT)).to(tl.pointer_type(tl.float16))
-        h_k, h_q = multiply_pivots(p_pivots, $x, col, col_in, K, V, VP // PARTS)"""
+        h_k, h_q = multiply_pivots(p_pivots, $x, col, col_in, K, V, VP, PARTS)"""
 
 LATE = """    i_phase = tl.load(phases + i_n)
     o_key = $key_index
@@ -123,14 +130,20 @@ APPEND_GDN = """    if i_h % (H // HK) == 0:
             tl.store(k_now + (i_n * HK + i_h // (H // HK)) * K + o_key, saturate(x_k, k_now), mask=row_in)
         else:
             store_entry(p_keys, p_key_scale, x_k, n_pending, n_pending + 1, o_key, row_in, K, INT8)
-    o_w = tl.arange(0, W)
+    o_w, o_next = tl.arange(0, W), 1 - 2 * (n_pending % 2)  # from this token's place to the next one's
     ratio = tl.load(p_ratio + o_w, mask=o_w < n_pending, other=0.0) * decay
-    tl.debug_barrier()  # every warp has read the ratios and the gate that one of them replaces
-    tl.store(p_ratio + o_w, tl.where(o_w < n_pending, ratio, 1.0), mask=(o_w <= n_pending) & (o_w < W - 1))
-    tl.store(p_gamma, base)
+    ratio = tl.where(o_w < n_pending, ratio, 1.0)
+    tl.store(p_ratio + o_next * (W - 1) + o_w, ratio, mask=(o_w <= n_pending) & (o_w < W - 1))
+    tl.store(p_gamma + o_next, base)
+"""
+
+ARRIVE_KDA = """    if PARTS > 1:
+        if i_part < PARTS - 1:
+            arrive(arrivals + i_n * H + i_h)
 """
 
 APPEND_KDA = """    if PARTS > 1:
+        await_parts(arrivals + i_n * H + i_h, PARTS - 1)
         gate_entries(p_keys, decay, n_pending, o_key, row_in, K)
     if i_phase == W - 1:
         tl.store(k_now + (i_n * H + i_h) * K + o_key, saturate(x_k, k_now), mask=row_in)

@@ -27,7 +27,7 @@ from stepquant.codegen.words import low_bytes, pair_bytes, raw_float, to_word
 
 @triton.jit
 def tile_columns(J: tl.constexpr, JP: tl.constexpr, PARTS: tl.constexpr = 1, i_part=0):
-    """Value columns of the compact columns, and which exist; of a part where columns are dealt out to PARTS programs."""
+    """Value columns of the compact columns, and which exist; of a part where PARTS programs share them."""
     WIDTH: tl.constexpr = JP // PARTS
     o = tl.arange(0, 2 * WIDTH)
     at = o % WIDTH + WIDTH * i_part

@@ -85,7 +85,7 @@ class ReferenceKernels(WindowSteps):
         buffers.u_now[live[full]] = store(u[full], last).to(buffers.u_now.dtype)
         row, count = row[~full], count[~full]
         if self.spec.family == "gdn":
-            buffers.ratios[row, :, count] = 1
+            buffers.ratios[row, :, (count + 1) % 2, count] = 1
         _store(buffers.keys, buffers.key_scale, row, count, k[~full])
         _store(buffers.us, buffers.u_scale, row, count, u[~full])
         return out
@@ -99,8 +99,7 @@ class ReferenceKernels(WindowSteps):
         places = places[slots[places] >= 0]
         if len(places):
             row = rows[places].long()
-            keys, us, _ = self._pending(buffers, row, pending[places].long())
-            gamma = buffers.gammas[row].reshape(*keys.shape[:2], -1)  # this token's gate is in it, pending ones or not
+            keys, us, gamma = self._pending(buffers, row, pending[places].long(), now=True)
             k, u = buffers.k_now[places].float(), buffers.u_now[places].float()
             k = k.repeat_interleave(self.spec.num_heads // k.shape[1], 1)
             codec, index = self.codecs[layer], slots[places].long()
@@ -156,9 +155,11 @@ class ReferenceKernels(WindowSteps):
         gate = torch.exp(-A_log.float().flatten().exp().unsqueeze(-1) * F.softplus(gate))
         return q, k, v, gate, torch.sigmoid(b.float())
 
-    def _pending(self, buffers: WindowBuffers, row: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _pending(
+        self, buffers: WindowBuffers, row: Tensor, count: Tensor, now: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Keys `[B, H, W-1, K]` with all later gates in them, us `[B, H, W-1, V]`, Gamma `[B, H, 1 or K]`; entries
-        past `count` are zero."""
+        past `count` are zero. `now`: the gate of a token that is no entry is in them, pending ones or not."""
         spec = self.spec
         there = torch.arange(spec.window - 1, device=row.device) < count.unsqueeze(-1)  # [B, W-1]
         mask = there[:, None, :, None]
@@ -166,17 +167,19 @@ class ReferenceKernels(WindowSteps):
         us = torch.where(mask, _load(buffers.us, buffers.u_scale, row), 0)
         gamma = buffers.gammas[row]
         if spec.family == "gdn":
-            ratios = torch.where(there[:, None], buffers.ratios[row], 0)
+            turn = (count + now) % 2
+            ratios = torch.where(there[:, None], buffers.ratios[row, :, turn], 0)
             keys = keys.repeat_interleave(spec.num_heads // spec.num_key_heads, 1) * ratios.unsqueeze(-1)
-            gamma = gamma.unsqueeze(-1)
-        return keys, us, torch.where((count > 0)[:, None, None], gamma, 1)
+            gamma = buffers.gammas[row, :, turn].unsqueeze(-1)
+        return keys, us, torch.where((count + now > 0)[:, None, None], gamma, 1)
 
     def _decay(self, buffers: WindowBuffers, row: Tensor, count: Tensor, gate: Tensor, decay: Tensor) -> None:
         """Fold the gate of a token into everything pending; `decay` is the product of all of them."""
         before = torch.arange(self.spec.window - 1, device=row.device) < count.unsqueeze(-1)
         if self.spec.family == "gdn":
-            buffers.ratios[row] = torch.where(before[:, None], buffers.ratios[row] * gate, buffers.ratios[row])
-            buffers.gammas[row] = decay.squeeze(-1)
+            old, new = count % 2, (count + 1) % 2
+            ratios = torch.where(before[:, None], buffers.ratios[row, :, old] * gate, buffers.ratios[row, :, new])
+            buffers.ratios[row, :, new], buffers.gammas[row, :, new] = ratios, decay.squeeze(-1)
             return
         for i in range(int(count.max())):
             some = before[:, i]

@@ -89,8 +89,9 @@ class PackedKernels(WindowSteps):
         token = _strided(q, k, v, a, b, A_log, dt_bias, scale, out)
         window = (rows, phases, pending, *buffers.arguments, buffers.k_now, buffers.u_now)
         batch = slots.shape[0]
-        choice = few_programs(self.spec, batch), read_parts(self.spec, batch)
-        self._launch("read", layer, pages, slots, *token, *window, self.arrivals, l2norm, *choice)
+        parts = read_parts(self.spec, batch)
+        few = few_programs(self.spec, batch)
+        self._launch("read", layer, pages, slots, *token, *window, self.arrivals, l2norm, few, parts)
         return out
 
     def fold(

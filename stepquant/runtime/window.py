@@ -22,8 +22,9 @@ class WindowBuffers:
     Attributes:
         keys: `[N, HK, W-1, K]` raw (GDN) or `[N, H, W-1, K]` with later gates folded in, in tile order (KDA).
         us: `[N, H, W-1, V]` residuals. key_scale, u_scale: FP16, one a vector, used by int8 buffers only.
-        ratios: FP32 `[N, H, W-1]`, gates since each entry (GDN; unused by KDA).
-        gammas: FP32 `[N, H]` or `[N, H, K]`, all gates since the fold; not read while nothing is pending.
+        ratios: FP32 `[N, H, 2, W-1]`, gates since each entry (GDN; unused by KDA). With n entries pending those of
+            n mod 2 count, and a token writes the others: programs of a head need not wait for each other.
+        gammas: FP32 `[N, H, 2]` (the same) or `[N, H, K]`, all gates since the fold; not read while nothing is pending.
         k_now, u_now: FP16 (FP32 beside FP32 buffers) `[N, HK or H, K]` and `[N, H, V]`, key and residual of a token
             that completes a window, from `read` to `fold` of the same step.
     """
@@ -56,8 +57,8 @@ class WindowBuffers:
             us=empty(spec.num_heads, entries, spec.value_dim, dtype=dtype),
             key_scale=empty(key_heads, entries, dtype=half),
             u_scale=empty(spec.num_heads, entries, dtype=half),
-            ratios=empty(spec.num_heads, entries),
-            gammas=empty(spec.num_heads, spec.key_dim) if kda else empty(spec.num_heads),
+            ratios=empty(spec.num_heads, 2, entries),
+            gammas=empty(spec.num_heads, spec.key_dim if kda else 2),
             k_now=k_now,
             u_now=u_now,
         )
@@ -92,7 +93,7 @@ def bytes_per_request(spec: KernelSpec) -> int:
     kda = spec.family == "kda"
     key_heads = spec.num_heads if kda else spec.num_key_heads
     vectors = key_heads * (spec.key_dim * size + 2 * int8) + spec.num_heads * (spec.value_dim * size + 2 * int8)
-    gates = 4 * spec.num_heads * (spec.key_dim if kda else 1 + entries)
+    gates = 4 * spec.num_heads * (spec.key_dim if kda else 2 + 2 * entries)
     return entries * vectors + gates
 
 

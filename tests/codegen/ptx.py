@@ -150,7 +150,9 @@ class Program(Registers):
 
     def op_atom(self, mods: list[str], o: list[str], on: np.ndarray) -> None:
         """Adding to a word of global memory, by one thread at most."""
-        assert "add" in mods and mods[-1] == "u32" and on.sum() <= 1, mods
+        assert "add" in mods, mods
+        assert mods[-1] == "u32", mods
+        assert on.sum() <= 1
         address = self._address(o[1])[on]
         self._check(address, 4, self.memory.bytes)
         bytes_of = address[:, None] + np.arange(4)
