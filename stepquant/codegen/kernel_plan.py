@@ -106,7 +106,7 @@ def launches_of(spec: KernelSpec, name: str, batch: int = LARGE) -> tuple[Launch
     if name == "read":
         first = Launch(1, 168) if few_programs(spec, batch) else Launch(1, 128)
     elif name == "step":
-        first = Launch(2, 168) if spec.uniform and not spec.four else Launch(2)
+        first = Launch(2, 168) if spec.uniform else Launch(2)
     elif name in ("fold", "flush"):
         first = Launch(4, 128) if spec.uniform and not spec.four else Launch(2)
         # Flushes are rare and of any number of requests: one launch, so that none waits for a compile in the middle.

@@ -98,11 +98,12 @@ $mask_pivots        tl.store(q_r, r, mask=r_in)
 $scale_rows        if GROUPS > 1:
             q_r, r_in = load_factors(p_r, g + 1, slot, K, GROUPS, HG)
             r_in = r_in & (g + 1 < GROUPS)
-$next_factors        for b in tl.range(g * BLOCKS, (g + 1) * BLOCKS, num_stages=1):
+$next_factors        end = g * BLOCKS + opaque(BLOCKS)
+        for b in tl.range(g * BLOCKS, end, num_stages=1):
             following = tl.minimum(b + 1, GROUPS * BLOCKS - 1)
 $load_following$scale_block            q, c = fit_block(x, weight, inv_top, step, BITS, FOUR, FITS)
             store_codes(planes, b, p_c, q, c, p_limits, K, J, M, E, FULL, BITS, ARCH, FITS, FOUR, $planes)
-            if b + 1 < (g + 1) * BLOCKS:
+            if b + 1 < end:
 $tile_following"""
 MASK_PIVOTS = "        r = tl.where((slot < K - tl.load(p_table + T_PIVOTS))[None, :], r, 0.0)\n"
 # Of a block $b: everything that has to be loaded, as $name, and the float tile that becomes of it.

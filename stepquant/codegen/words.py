@@ -241,6 +241,17 @@ def four_code(y, inv_c):
 
 
 @triton.jit
+def opaque(x: tl.constexpr):
+    """A number that the compiler does not know: a loop to it keeps one copy of its body, which the instruction cache
+    holds more of."""
+    if PLAIN:
+        y = x
+    else:
+        y = tl.inline_asm_elementwise(f"mov.b32 $0, {x};", "=r", [], tl.int32, is_pure=True, pack=1)
+    return y
+
+
+@triton.jit
 def reciprocal(x):
     """1 / x to within one unit in the last place, in one instruction; x is a normal number."""
     if PLAIN:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-_KERNELS = ("blocks", "dense", "folds", "matrix", "pending", "planes", "table", "tile", "words")
+_KERNELS = ("blocks", "dense", "folds", "matrix", "pending", "pivot_heads", "planes", "table", "tile", "words")
 
 
 def _import_interpreted() -> None:
