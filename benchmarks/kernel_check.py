@@ -20,6 +20,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.arguments import listed, need_gpu
 from benchmarks.synthetic import PLANS, Case
 from stepquant.codec.recurrence import step
 from stepquant.codec.window import WriteWindow
@@ -185,16 +186,17 @@ def check(name: str, part: str, steps: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="kernel_check.json")
-    parser.add_argument("--plans", default=",".join(PLANS))
+    parser.add_argument("--plans", type=listed(PLANS), default=list(PLANS))
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument(
         "--one", help="check one part of a plan, PLAN:PART, and print JSON (used by the command itself)"
     )
     args = parser.parse_args()
+    need_gpu(parser)
     if args.one:
         print(json.dumps(check(*args.one.split(":"), args.steps)))
         return
-    plans = args.plans.split(",")
+    plans = args.plans
     results: dict = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "check": {}}
     command = [sys.executable, __file__, "--steps", str(args.steps), "--one"]
     names = list(parts(Case.make(plans[0], 1, "cpu"), 0))

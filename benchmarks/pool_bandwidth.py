@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.arguments import counts, listed, need_gpu
 from benchmarks.kernel_times import copy_bandwidth, set_count
-from benchmarks.synthetic import Case
+from benchmarks.synthetic import PLANS, Case
+from stepquant.codegen.words import PLAIN
 from stepquant.files import write_json
 from stepquant.runtime.slots import PENDING, PHASE, ROW, SlotStore
 from stepquant.runtime.tuning import graph_time
@@ -89,17 +91,20 @@ def _wall(calls: list[Callable[[], Any]]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plans", default="qwen_6bit,kimi_6bit")
-    parser.add_argument("--counts", default="1,8,64,512")
+    parser.add_argument("--plans", type=listed(PLANS), default=["qwen_6bit", "kimi_6bit"])
+    parser.add_argument("--counts", type=counts, default=[1, 8, 64, 512])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.device == "cuda":
+        need_gpu(parser)
+    elif not PLAIN:
+        parser.error("--device cpu runs in Triton's interpreter: set TRITON_INTERPRET=1")
     copy = copy_bandwidth() if args.device == "cuda" else 0.0
-    counts = [int(x) for x in args.counts.split(",")]
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     rows: list[dict[str, Any]] = []
-    for name in args.plans.split(","):
-        for row in measure(name, counts, args.device, copy):
+    for name in args.plans:
+        for row in measure(name, args.counts, args.device, copy):
             rows.append(row)
             print(json.dumps(row), flush=True)
             if args.out:  # after every row: a run that is cut off leaves what it measured

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.arguments import counts, listed, need_gpu
 from benchmarks.baselines import baseline_times
 from benchmarks.kernel_check import check_steps, check_windows
 from benchmarks.kernel_times import copy_bandwidth, graph_time, packed_calls
@@ -116,23 +117,24 @@ def environment() -> dict[str, Any]:
         commit = ""
     return {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "commit": commit or os.environ.get("STEPQUANT_COMMIT"), "shapes": SHAPES,
+        "commit": os.environ.get("STEPQUANT_COMMIT") or commit, "shapes": SHAPES,
     }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", default="1,8,32,128,512,1024")
-    parser.add_argument("--families", default="gdn,kda")
+    parser.add_argument("--batches", type=counts, default=[1, 8, 32, 128, 512, 1024])
+    parser.add_argument("--families", type=listed(list(MODELS)), default=list(MODELS))
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--worker", help="one plan and window, PLAN:W (used by the command itself)")
     args = parser.parse_args()
-    batches = [int(b) for b in args.batches.split(",")]
+    need_gpu(parser)
+    batches = args.batches
     if args.worker:
         name, window = args.worker.split(":")
         worker(name, int(window), batches)
         return
-    start, families = time.time(), args.families.split(",")
+    start, families = time.time(), args.families
     some = [b for b in batches if b in WINDOW_BATCHES]
     workers = [
         Worker(plan_name(family, bits), window, own)
