@@ -25,7 +25,8 @@ Tuned = Mapping[str, tuple[tuple[int, Launch], ...]]
 
 
 class PackedKernels(WindowSteps):
-    """The kernels of one plan on one device.
+    """The kernels of one plan on one device. Its reads run one after another, on one stream: programs that share a head
+    count each other in `arrivals`.
 
     Args:
         layout: pages of this rank.

@@ -60,7 +60,10 @@ def test_window(name: str, K: int, V: int, window: int, buffer: str) -> None:
     assert all(bool(x[1].isnan().all()) for x in everything if x.is_floating_point())  # a row that nobody owns
 
 
-@pytest.mark.parametrize(("name", "K", "V"), [("qwen_4bit", 32, 128), ("qwen_6bit", 48, 64), ("kimi_6bit", 32, 128)])
+PARTS = [("qwen_4bit", 32, 128), ("qwen_6bit", 48, 64), ("kimi_6bit", 32, 128), ("kimi_4bit", 32, 256)]
+
+
+@pytest.mark.parametrize(("name", "K", "V"), PARTS)
 def test_parts_of_a_head(name: str, K: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program for each block of columns (few requests) does what one for a head does, and leaves no count behind."""
     case = Case.make(name, K, V)
