@@ -80,7 +80,7 @@ def size_pool(available: int, arguments: PoolArguments, cost: SlotCost) -> PoolS
         slots, set_by = arguments.max_running_requests, "--max-running-requests"
     else:
         ratio = arguments.mamba_full_memory_ratio
-        slots, set_by = int(budget * ratio / (1 + ratio)) // each, "--mamba-full-memory-ratio"
+        slots, set_by = max(0, int(budget * ratio / (1 + ratio)) // each), "--mamba-full-memory-ratio"
     cap, cap_set_by = slots // arguments.slots_per_request, f"{slots} state slots, {set_by}"
     if arguments.max_running_requests is not None and arguments.max_running_requests <= cap:
         cap, cap_set_by = arguments.max_running_requests, "--max-running-requests"
@@ -99,9 +99,10 @@ def check_fit(available: int, slots: int, set_by: SetBy, slots_per_request: int,
     each, budget = cost.per_slot(slots_per_request), available - cost.fixed
     left = budget - slots * each
     if slots < slots_per_request or left < 0:
+        leaves = f"leaves {budget / GIB:.2f} GiB" if budget >= 0 else "leaves nothing"
         raise InfeasibleError(
-            f"{available / GIB:.2f} GiB less {cost.fixed / GIB:.2f} GiB for padding and workspace leaves "
-            f"{budget / GIB:.2f} GiB; {slots} slots of {each:,} bytes ({set_by}) take {slots * each / GIB:.2f} GiB and "
+            f"{available / GIB:.2f} GiB less {cost.fixed / GIB:.2f} GiB for padding and workspace {leaves}; "
+            f"{slots} slots of {each:,} bytes ({set_by}) take {slots * each / GIB:.2f} GiB and "
             f"{slots_per_request} of them make a request: raise --mem-fraction-static, or lower "
             "--max-mamba-cache-size or --max-running-requests"
         )

@@ -49,6 +49,8 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
         size_pool(2 * GIB, replace(RADIX, max_mamba_cache_size=9999), COST)
     with pytest.raises(InfeasibleError, match=r"5 of them make a request"):
         size_pool(34_000_000, RADIX, COST)
+    with pytest.raises(InfeasibleError, match=r"workspace leaves nothing; 0 slots of"):
+        size_pool(COST.fixed - 10**9, RADIX, COST)
 
 
 @pytest.mark.parametrize(
