@@ -60,7 +60,7 @@ def test_window(name: str, K: int, V: int, window: int, buffer: str) -> None:
     assert all(bool(x[1].isnan().all()) for x in everything if x.is_floating_point())  # a row that nobody owns
 
 
-PARTS = [("qwen_4bit", 32, 128), ("qwen_6bit", 48, 64), ("kimi_6bit", 32, 128), ("kimi_4bit", 32, 256)]
+PARTS = [("qwen_4bit", 32, 128), ("qwen_6bit", 48, 64), ("kimi_6bit", 32, 128), ("kimi_4bit", 16, 256)]
 
 
 @pytest.mark.parametrize(("name", "K", "V"), PARTS)

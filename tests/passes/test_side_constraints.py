@@ -71,7 +71,7 @@ def test_uniform_keeps_pivots_on_top_of_the_budget(tmp_path):
 
 def test_a_target_below_the_smallest_plan_repeats_what_was_given(tmp_path):
     message = refused(tmp_path, "budget.bytes_per_request=300000", "window.length=8")
-    assert message.startswith("budget.bytes_per_request is 300,000, which leaves 169,440 ")
+    assert message.startswith("budget.bytes_per_request is 300,000, which leaves 167,904 ")
     assert "bytes a slot beside window buffers (" in message
     enough = int(message.partition("raise it to ")[2].split()[0].rstrip(",;").replace(",", ""))
     assert compiled(tmp_path / "fits", "tiny_gdn_6bit", f"budget.bytes_per_request={enough}", "window.length=8").plan
