@@ -81,6 +81,7 @@ def main() -> None:
     for name in args.plans:
         case = Case.make(name, 1, "cuda")
         for batch in BATCHES:
+            runtime_step.read_parts = choice
             parts = run(case, batch)
             runtime_step.read_parts = lambda spec, batch: 1
             whole = run(case, batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -84,7 +85,7 @@ class KernelSpec:
             codec.sample, codec.codebook != "head" and bool(whole.any()),
         )  # fmt: skip
 
-    @property
+    @cached_property  # every launch of a read asks
     def constants(self) -> Mapping[str, int | bool]:
         """Names and values that a generated file binds."""
         m, half = max(8 if self.window > 1 else 4, power_of_two(self.key_dim // 8)), self.value_dim // 2

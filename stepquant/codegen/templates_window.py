@@ -38,21 +38,16 @@ def read_codes(
     NIBBLES: tl.constexpr, EIGHT: tl.constexpr, SIX: tl.constexpr, TWO: tl.constexpr,
 ):
     """k^T S and q^T S of a head of integer rows, for k and q with all that depends on the row in them."""
-$open    bytes_of = open_planes(p_page, p_table, 4)
+$open    G: tl.constexpr = JP // GROUP if FOUR and PARTS == 1 else 1  # a part is a block, of one group
+    bytes_of = open_planes(p_page, p_table, 4)
     words = load_block(bytes_of, i_part, J, M, E, 4, FULL, FOUR, $planes)
     factors = read_factors(p_r, slot, i_part // BLOCKS, K, GROUPS, FOUR)
     c = tl.load(p_c + col, mask=col_in, other=0).to(tl.float32)
     issue_loads()
-    if PARTS > 1:  # a block each
-        return multiply_head(
-            bytes_of, words, factors, p_r, c, x_k, x_q, slot, K, J, M, JP // PARTS, E, 1, GROUPS, UNIT,
-            FULL, True, FOUR, $planes
-        )
-    else:
-        return multiply_head(
-            bytes_of, words, factors, p_r, c, x_k, x_q, slot, K, J, M, JP, E, JP // GROUP if FOUR else 1, GROUPS, UNIT,
-            FULL, True, FOUR, $planes
-        )
+    return multiply_head(
+        bytes_of, words, factors, p_r, c, x_k, x_q, slot, K, J, M, JP // PARTS, E, G, GROUPS, UNIT, FULL, True, FOUR,
+        $planes
+    )
 
 '''
 

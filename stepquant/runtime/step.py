@@ -165,8 +165,9 @@ class PackedKernels(WindowSteps):
         columns each, and those of a read of few requests.
         """
         requests = -(-batch // self.spec.window) if name == "fold" else batch
-        shares = {"unpack": self.spec.blocks, "read": read_parts(self.spec, batch)}
-        return requests, self.spec.num_heads, shares.get(name, 1)
+        if name == "unpack":
+            return requests, self.spec.num_heads, self.spec.blocks
+        return requests, self.spec.num_heads, read_parts(self.spec, batch) if name == "read" else 1
 
 
 def _strided(
