@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,7 +25,7 @@ def listed(known: Sequence[str]) -> Callable[[str], list[str]]:
 def counts(text: str) -> list[int]:
     """Type of an argument: whole numbers from 1 on, with commas between them."""
     for number in text.split(","):
-        if not number.isdigit() or int(number) < 1:
+        if not re.fullmatch("[1-9][0-9]{0,8}", number):
             raise argparse.ArgumentTypeError(f"{number!r} is no whole number from 1 on")
     return [int(number) for number in text.split(",")]
 

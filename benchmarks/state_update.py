@@ -167,7 +167,10 @@ def main() -> None:
         measured = w.measure()
         keep(measured)
         print(w.title, [round(r.get("aside_us", r["us"]), 1) for r in measured], flush=True)
-    print(table(keep([], complete=all(w.process.returncode == 0 for w in workers))))
+    ended = [w.title for w in workers if w.process.returncode != 0]
+    print(table(keep([], complete=not ended)))
+    if ended:
+        sys.exit(f"not timed to the end: {'; '.join(ended)}")
 
 
 def best_us(row: dict[str, Any]) -> float:
